@@ -1,0 +1,40 @@
+# `make demo` and `make test` do everything on a fresh machine; `make check` is what a change must pass.
+PYTHON ?= python3
+PINS := $(shell sha256sum constraints.txt | cut -c1-12)
+READY := .venv/.ready-$(PINS)
+BIN := .venv/bin
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup demo test check format clean
+
+setup: $(READY)
+
+# Rebuilt only when the pins change.
+$(READY):
+	rm -rf .venv
+	$(PYTHON) -m venv .venv
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --progress-bar off -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
+	rm -rf runs/demo
+	$(BIN)/groupwise train examples/doors.py --run-dir runs/demo
+
+test: setup
+	$(BIN)/pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

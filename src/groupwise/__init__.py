@@ -1,0 +1,72 @@
+"""Groupwise: GRPO for anything that makes a row of decisions.
+
+Names are loaded when first used, so that `import groupwise` and `groupwise --help` do not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise import train as train
+    from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
+    from groupwise.core.errors import UserError
+    from groupwise.core.identity import group_id
+    from groupwise.core.placement import Rows, place
+    from groupwise.core.shape import Shape
+    from groupwise.core.types import Rollouts, Scored, Terms
+    from groupwise.train.config import Config, OptimiserConfig, RunConfig
+    from groupwise.workloads.base import Workload, WorkloadConfig
+    from groupwise.workloads.judge import judge
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AdvantageConfig": "core.config",
+    "Config": "train.config",
+    "LossConfig": "core.config",
+    "OptimiserConfig": "train.config",
+    "RewardConfig": "core.config",
+    "Rollouts": "core.types",
+    "Rows": "core.placement",
+    "RunConfig": "train.config",
+    "Scored": "core.types",
+    "Shape": "core.shape",
+    "Terms": "core.types",
+    "UserError": "core.errors",
+    "Workload": "workloads.base",
+    "WorkloadConfig": "workloads.base",
+    "group_id": "core.identity",
+    "judge": "workloads.judge",
+    "place": "core.placement",
+}
+
+__all__ = [
+    "AdvantageConfig",
+    "Config",
+    "LossConfig",
+    "OptimiserConfig",
+    "RewardConfig",
+    "Rollouts",
+    "Rows",
+    "RunConfig",
+    "Scored",
+    "Shape",
+    "Terms",
+    "UserError",
+    "Workload",
+    "WorkloadConfig",
+    "group_id",
+    "judge",
+    "place",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "train":
+        return import_module("groupwise.train")
+    if name in _HOME:
+        return getattr(import_module(f"groupwise.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'groupwise' has no attribute '{name}'")

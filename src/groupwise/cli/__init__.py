@@ -1,0 +1,1 @@
+"""The command line: `groupwise COMMAND`. Nothing here imports torch before there is work to do."""

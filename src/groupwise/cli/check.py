@@ -1,0 +1,28 @@
+"""`groupwise check RECIPE`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from groupwise.cli.main import print_json
+from groupwise.cli.recipe import read_config
+
+DESCRIPTION = (
+    "Preflight alone: rolls out and scores one pass, looks at ratios, groups, gradients and shapes, and writes nothing."
+)
+
+
+def run(words: list[str], as_json: bool) -> int:
+    config = read_config("check", words, DESCRIPTION)
+    from rich.console import Console
+
+    from groupwise.train.run import check
+    from groupwise.train.screen import check_table
+
+    checks, is_main = check(config)
+    passed = all(check.passed for check in checks)
+    if is_main and as_json:
+        print_json({"passed": passed, "checks": [asdict(check) for check in checks]})
+    elif is_main:
+        Console().print(check_table(checks))
+    return 0 if passed else 2

@@ -1,0 +1,200 @@
+"""`groupwise place`: the placement of a step, drawn and proved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from groupwise.cli.main import print_json
+from groupwise.core.shape import Shape
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from groupwise.core.placement import Placement
+
+_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
+_MOST_LINES = 32
+
+
+@dataclass(frozen=True)
+class PlaceArguments:
+    """Show which member of which group runs on which rank, in which pass, and prove that no group is torn.
+
+    A cell such as B2 is member 2 of group B. 'Gathered at' is where a member stands after the ranks' rows are put
+    together rank by rank: siblings are not neighbours there, which is why they are found by id.
+    """
+
+    conditions: int = 8
+    """Conditions of one step: each becomes one group. (--conditions-per-step means the same.)"""
+    group_size: int = 4
+    """Members of a group: how often each condition is tried."""
+    ranks: int = 8
+    """Processes, usually one per GPU or NPU."""
+    rows_per_pass: int = 2
+    """Rows that one rank runs together."""
+    placement: str = "shuffled"
+    """whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
+    dataset: int | None = None
+    """Conditions in the dataset; None for just those of one step."""
+    seed: int = 0
+    """Seed of the run."""
+    step: int = 0
+    """Any step can be asked for directly."""
+
+
+def run(words: list[str], as_json: bool) -> int:
+    words = ["--conditions" if word == "--conditions-per-step" else word for word in words]
+    arguments = tyro.cli(PlaceArguments, args=words, prog="groupwise place")
+    shape = Shape(
+        conditions=arguments.conditions if arguments.dataset is None else arguments.dataset,
+        conditions_per_step=arguments.conditions,
+        group_size=arguments.group_size,
+        ranks=arguments.ranks,
+        rows_per_pass=arguments.rows_per_pass,
+        kind=arguments.placement,
+    )
+    from groupwise.core.placement import place
+
+    placed = place(shape, seed=arguments.seed, step=arguments.step)
+    if as_json:
+        print_json(as_plain(placed))
+    else:
+        show(placed)
+    return 0
+
+
+def as_plain(placed: Placement) -> dict[str, Any]:
+    """The whole placement as JSON values."""
+    columns = {
+        "rank": placed.rank,
+        "pass": placed.pass_,
+        "slot": placed.slot,
+        "group": placed.group,
+        "member": placed.member,
+        "condition": placed.condition,
+        "gathered_at": placed.seat,
+    }
+    rows = zip(*(column.tolist() for column in columns.values()), strict=True)
+    rollouts = [dict(zip(columns, row, strict=True)) for row in rows]
+    return {"rollouts": rollouts, "totals": totals(placed)}
+
+
+def totals(placed: Placement) -> dict[str, Any]:
+    shape, touched = placed.shape, placed.ranks_touched()
+    return {
+        "rollouts_per_step": shape.rollouts_per_step,
+        "conditions_per_step": shape.conditions_per_step,
+        "conditions_per_epoch": shape.conditions,
+        "steps_per_epoch": shape.steps_per_epoch,
+        "copies_per_condition": shape.group_size,
+        "ranks": shape.ranks,
+        "passes_per_step": shape.passes,
+        "rows_per_pass": shape.rows_per_pass,
+        "ranks_per_group": {
+            "min": int(touched.min()),
+            "mean": float(touched.double().mean()),
+            "max": int(touched.max()),
+        },
+        "every_condition_has_group_size_members": every_group_is_whole(placed),
+    }
+
+
+def every_group_is_whole(placed: Placement) -> bool:
+    """Count, from the rollouts themselves: each condition has each member number exactly once."""
+    import torch
+
+    size = placed.shape.group_size
+    pairs, counts = torch.unique(torch.stack([placed.condition, placed.member]), dim=1, return_counts=True)
+    expected = torch.arange(size).repeat(len(torch.unique(placed.condition)))
+    return bool((counts == 1).all()) and torch.equal(pairs[1], expected)
+
+
+def show(placed: Placement) -> None:
+    from rich.console import Console
+
+    console, shape = Console(), placed.shape
+    console.print(
+        f"{shape.conditions_per_step} conditions x {shape.group_size} members = {shape.rollouts_per_step} rollouts ="
+        f" {shape.ranks} ranks x {shape.passes} passes x {shape.rows_per_pass} rows"
+        f"   ({shape.kind}, seed {placed.seed}, step {placed.step})\n",
+        highlight=False,
+    )
+    console.print(_map(placed))
+    console.print(_group_table(placed))
+    console.print(_total_lines(placed), highlight=False)
+
+
+def _map(placed: Placement) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    shape = placed.shape
+    table = Table(title="Map", title_justify="left", caption_justify="left")
+    table.add_column("rank", justify="right")
+    for nth in range(shape.passes):
+        table.add_column(f"pass {nth}")
+    first = int(placed.group.min())
+    for rank in range(min(shape.ranks, _MOST_LINES)):
+        cells = []
+        for part in placed.of(rank).passes():
+            cell = Text()
+            for group, member in zip((part.group - first).tolist(), part.member.tolist(), strict=True):
+                cell.append(f"{label(group)}{member}", style=f"black on {_COLOURS[group % len(_COLOURS)]}").append(" ")
+            cells.append(cell)
+        table.add_row(str(rank), *cells)
+    if shape.ranks > _MOST_LINES:
+        table.caption = f"... and {shape.ranks - _MOST_LINES} more ranks (all of them with --json)"
+    return table
+
+
+def _group_table(placed: Placement) -> RenderableType:
+    from rich.table import Table
+
+    table = Table(title="Groups", title_justify="left", caption_justify="left")
+    for heading in ("group", "condition", "ranks", "members at rank.pass.slot", "gathered at"):
+        table.add_column(heading, justify="left" if "." in heading or "at" in heading[-2:] else "right")
+    first, touched = int(placed.group.min()), placed.ranks_touched().tolist()
+    for nth in range(min(len(touched), _MOST_LINES)):
+        seats = (placed.group == first + nth).nonzero().flatten()
+        seats = seats[placed.member[seats].argsort()]
+        where = zip(placed.rank[seats].tolist(), placed.pass_[seats].tolist(), placed.slot[seats].tolist(), strict=True)
+        table.add_row(
+            label(nth),
+            str(int(placed.condition[seats[0]])),
+            str(touched[nth]),
+            " ".join(f"{rank}.{pass_}.{slot}" for rank, pass_, slot in where),
+            " ".join(map(str, seats.tolist())),
+        )
+    if len(touched) > _MOST_LINES:
+        table.caption = f"... and {len(touched) - _MOST_LINES} more groups (all of them with --json)"
+    return table
+
+
+def _total_lines(placed: Placement) -> str:
+    shape, touched = placed.shape, placed.ranks_touched()
+    spread = f"{int(touched.min())} to {int(touched.max())}, {float(touched.double().mean()):.2f} on average"
+    verdict = (
+        f"[green]Proved:[/] every condition of this step has exactly {shape.group_size} members, each once."
+        if every_group_is_whole(placed)
+        else "[red]Broken:[/] some condition does not have each of its members once."
+    )
+    return (
+        f"Rollouts per step     {shape.rollouts_per_step}\n"
+        f"Conditions per step   {shape.conditions_per_step}\n"
+        f"Conditions per epoch  {shape.conditions}   (every {shape.steps_per_epoch:g} steps)\n"
+        f"Copies per condition  {shape.group_size}\n"
+        f"Ranks a group touches {spread}\n"
+        f"{verdict}"
+    )
+
+
+def label(nth: int) -> str:
+    """A, B, ... Z, AA, AB, ... for the groups of a step."""
+    letters = ""
+    while nth >= 0:
+        letters = chr(ord("A") + nth % 26) + letters
+        nth = nth // 26 - 1
+    return letters

@@ -1,0 +1,49 @@
+"""`groupwise train RECIPE`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from groupwise.cli.main import print_json
+from groupwise.cli.recipe import read_config
+
+if TYPE_CHECKING:
+    from groupwise.train.run import Summary
+
+DESCRIPTION = (
+    "Train a recipe. The run folder receives config.json, metrics.jsonl (one object a step), samples.jsonl, eval.json"
+    " and checkpoints/. Ctrl-C writes a checkpoint and leaves; --resume goes on, bit by bit as if never stopped."
+)
+
+
+def run(words: list[str], as_json: bool) -> int:
+    config = read_config("train", words, DESCRIPTION)
+    from groupwise.train.run import train
+
+    summary = train(config)
+    if summary.is_main:
+        if as_json:
+            print_json({**asdict(summary), "run_dir": str(summary.run_dir)})
+        else:
+            _show(summary)
+    return 130 if summary.interrupted else 0
+
+
+def _show(summary: Summary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{summary.run_dir}: {summary.steps} steps in {summary.seconds:.1f} s", title_justify="left")
+    table.add_column("measured")
+    table.add_column("before", justify="right")
+    table.add_column("after", justify="right")
+    table.add_row("reward (first and last step)", _figure(summary.first_reward), _figure(summary.last_reward))
+    for name, after in summary.eval_after.items():
+        table.add_row(name, _figure(summary.eval_before.get(name)), _figure(after))
+    Console(file=sys.stdout).print(table)
+
+
+def _figure(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,1 @@
+"""Pure functions and frozen records: no rank, no device, no logging."""

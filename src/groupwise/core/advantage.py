@@ -1,0 +1,64 @@
+"""Group-relative advantages. Missing rewards (NaN) take no part; groups without spread move nothing."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from groupwise.core.config import AdvantageConfig
+from groupwise.core.groups import Groups
+from groupwise.core.types import Advantages
+
+
+def group_advantages(
+    rewards: Float[Tensor, " rollouts"],
+    group_ids: Int64[Tensor, " rollouts"],
+    config: AdvantageConfig | None = None,
+) -> Advantages:
+    """Compare every rollout with its siblings. Standard deviations are those of the population (divided by n).
+
+    group_std      (r - mean) / (std of the group + eps)   Shao et al., DeepSeekMath, arXiv 2402.03300
+    batch_std      (r - mean) / (std of the step + eps)    Liu et al., Lite PPO, arXiv 2508.08221
+    centred        r - mean                                Liu et al., Dr. GRPO, arXiv 2503.20783
+    leave_one_out  r - mean of the other members           Ahmadian et al., RLOO, arXiv 2402.14740
+    """
+    config = config or AdvantageConfig()
+    groups = Groups.of(group_ids)
+    table = groups.table(rewards.double())
+    present = ~table.isnan()
+    members = present.sum(1, keepdim=True)
+    mean = table.nansum(1, keepdim=True) / members.clamp(min=1)
+    has_spread = _has_spread(table)
+    values = (table - mean) * _scale(table, mean, members, config)
+    if config.clip is not None:
+        values = values.clamp(-config.clip, config.clip)
+    trained = present & has_spread
+    values = torch.where(trained, values, torch.zeros_like(values))
+    return Advantages(
+        values=groups.rows(values).to(rewards.dtype),
+        trained=groups.rows(trained),
+        groups=groups.count,
+        zero_spread_groups=int((~has_spread).sum()),
+    )
+
+
+def _has_spread(table: Tensor) -> Tensor:
+    """Whether a group's rewards differ: by exact equality, because a small std may be all there is to learn from."""
+    low = table.masked_fill(table.isnan(), torch.inf).amin(1, keepdim=True)
+    high = table.masked_fill(table.isnan(), -torch.inf).amax(1, keepdim=True)
+    return low < high
+
+
+def _scale(table: Tensor, mean: Tensor, members: Tensor, config: AdvantageConfig) -> Tensor:
+    one = torch.ones_like(mean)
+    if config.kind == "centred":
+        return one
+    if config.kind == "leave_one_out":
+        return one * members / (members - 1).clamp(min=1)
+    if config.kind == "batch_std":
+        present = table[~table.isnan()]
+        std = present.std(correction=0) if len(present) else torch.zeros((), dtype=table.dtype)
+        return one / (std + config.eps)
+    std = ((table - mean) ** 2).nansum(1, keepdim=True).div(members.clamp(min=1)).sqrt()
+    return torch.where(std + config.eps > 0, 1 / (std + config.eps), one)

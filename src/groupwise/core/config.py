@@ -1,0 +1,72 @@
+"""How rewards become a gradient: the choices, without the torch that carries them out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from groupwise.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    weights: Mapping[str, float] = field(default_factory=dict)
+    """Weight of each named reward term; a term that is not named here weighs 1."""
+    max_missing_share: float = 0.2
+    """A failed reward is missing, not zero. The run stops when more than this share of a step's
+    rollouts miss theirs."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.max_missing_share <= 1, "reward.max_missing_share", self.max_missing_share, "from 0 to 1")
+        for name, weight in self.weights.items():
+            _require(math.isfinite(weight), f"reward.weights.{name}", weight, "a finite number")
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    kind: Literal["group_std", "batch_std", "centred", "leave_one_out"] = "group_std"
+    """How far a rollout beats its siblings: (r - mean) / std of its group; the same with the std of the whole step;
+    r - mean; or r - mean of the other members."""
+    eps: float = 1e-6
+    """Added to the std. Groups without spread are told by equality of rewards, so it need not guard against them."""
+    clip: float | None = None
+    """Largest absolute advantage (flow models use 5); None for no limit."""
+
+    def __post_init__(self) -> None:
+        _require(self.eps >= 0, "advantage.eps", self.eps, "0 or more")
+        _require(self.clip is None or self.clip > 0, "advantage.clip", self.clip, "above 0, or None")
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    kind: Literal["clipped", "policy_gradient", "ranking"] = "clipped"
+    """Clipped ratio (PPO, GRPO); -advantage x log-probability; or -log sigmoid(logp_i - logp_j) over the pairs of a
+    group in which i earned more than j."""
+    ratio: Literal["decision", "rollout"] = "decision"
+    """One probability ratio per decision (GRPO), or their geometric mean per rollout (GSPO)."""
+    clip_low: float = 0.2
+    """The ratio counts down to 1 - clip_low."""
+    clip_high: float = 0.2
+    """The ratio counts up to 1 + clip_high."""
+    denominator: Literal["decisions", "rollouts", "constant"] = "decisions"
+    """Mean over all decisions of the step (DAPO); over each rollout, then over rollouts (GRPO); or the sum divided by
+    `constant` (Dr. GRPO)."""
+    constant: float | None = None
+    """What the sum is divided by with denominator 'constant'; None takes trained rollouts x widest rollout."""
+    kl: float = 0.0
+    """Weight of the KL divergence from the reference policy (k3 estimator); 0 switches it off."""
+    entropy: float = 0.0
+    """Weight of the entropy bonus; 0 switches it off."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.clip_low <= 1, "loss.clip_low", self.clip_low, "from 0 to 1")
+        _require(self.clip_high >= 0, "loss.clip_high", self.clip_high, "0 or more")
+        _require(self.constant is None or self.constant > 0, "loss.constant", self.constant, "above 0, or None")
+        _require(self.kl >= 0, "loss.kl", self.kl, "0 or more")
+
+
+def _require(holds: bool, name: str, value: object, rule: str) -> None:
+    if not holds:
+        raise UserError(f"{name} is {value}: it must be {rule}.")

@@ -1,0 +1,115 @@
+"""Losses: pure, and every denominator is passed in, so that cutting a step into passes cannot change its gradient.
+
+All of them return a sum over the given rows that is already divided; the passes of a step, on all ranks, add up to the
+loss of the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from groupwise.core.groups import Groups
+
+Decisions = Float[Tensor, "rows decisions"]
+Mask = Bool[Tensor, "rows decisions"]
+PerRow = Float[Tensor, " rows"]
+Denominator = float | PerRow
+
+
+def denominators(mask: Mask, kind: str, *, decisions: int, rollouts: int, constant: float) -> PerRow:
+    """What each row's sum over decisions is divided by, given the totals of the whole step.
+
+    decisions  all decisions of the step                   Yu et al., DAPO, arXiv 2503.14476
+    rollouts   the row's own decisions x rollouts          Shao et al., GRPO, arXiv 2402.03300
+    constant   a constant                                  Liu et al., Dr. GRPO, arXiv 2503.20783
+    """
+    if kind == "rollouts":
+        return mask.sum(1).clamp(min=1).double() * rollouts
+    return torch.full((len(mask),), float(decisions if kind == "decisions" else constant), dtype=torch.float64)
+
+
+def clipped_surrogate(
+    logp: Decisions,
+    old_logp: Decisions,
+    advantages: PerRow,
+    mask: Mask,
+    *,
+    denominator: Denominator,
+    clip: tuple[float, float] = (0.2, 0.2),
+    per_rollout: bool = False,
+) -> Float[Tensor, ""]:
+    """-min(ratio A, clip(ratio, 1 - low, 1 + high) A), where ratio = exp(logp - old_logp) and clip = (low, high).
+
+    Per rollout the ratio is the geometric mean over its decisions (GSPO: Zheng et al., arXiv 2507.18071).
+    """
+    ratio = probability_ratio(logp, old_logp, mask, per_rollout=per_rollout)
+    gain = advantages[:, None].to(logp)
+    low, high = clip
+    surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
+    return -masked_sum(surrogate, mask, denominator)
+
+
+def probability_ratio(logp: Decisions, old_logp: Decisions, mask: Mask, *, per_rollout: bool = False) -> Decisions:
+    """How much likelier each decision (or rollout) has become; 1 where masked."""
+    change = torch.where(mask, logp - old_logp, torch.zeros_like(logp))
+    if per_rollout:
+        change = (change.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(logp)
+    return change.exp()
+
+
+def policy_gradient(logp: Decisions, advantages: PerRow, mask: Mask, *, denominator: Denominator) -> Float[Tensor, ""]:
+    """-A logp: Williams, "Simple statistical gradient-following algorithms", 1992."""
+    return -masked_sum(logp * advantages[:, None].to(logp), mask, denominator)
+
+
+def pairwise_ranking(
+    logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows"], *, denominator: float
+) -> Float[Tensor, ""]:
+    """-log sigmoid(logp_i - logp_j), summed over the ordered pairs of each group in which i earned more than j."""
+    groups = Groups.of(group_ids)
+    table = groups.table(logp, fill=0)
+    losses = -logsigmoid(table[:, :, None] - table[:, None, :])
+    better = _better(groups.table(rewards))
+    return torch.where(better, losses, torch.zeros_like(losses)).sum() / denominator
+
+
+def ranking_pulls(logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows"]) -> PerRow:
+    """Minus the gradient of the summed `pairwise_ranking` with respect to each row's logp.
+
+    It needs the siblings' values, not their graphs: with these as advantages, `policy_gradient` has the gradient of the
+    ranking loss, though a row's siblings may stand in another pass or on another rank.
+    """
+    groups = Groups.of(group_ids)
+    table = groups.table(logp.detach(), fill=0)
+    doubt = torch.sigmoid(table[:, None, :] - table[:, :, None])  # 1 - sigmoid(logp_i - logp_j)
+    pulls = torch.where(_better(groups.table(rewards)), doubt, torch.zeros_like(doubt))
+    return groups.rows(pulls.sum(2) - pulls.sum(1))
+
+
+def count_pairs(rewards: PerRow, group_ids: Int64[Tensor, " rows"]) -> int:
+    """Ordered pairs in which one sibling earned more than the other; ties and missing rewards make none."""
+    return int(_better(Groups.of(group_ids).table(rewards)).sum())
+
+
+def kl_to_reference(
+    logp: Decisions, reference_logp: Decisions, mask: Mask, *, denominator: Denominator
+) -> Float[Tensor, ""]:
+    """exp(ref - logp) - (ref - logp) - 1: the k3 estimator (Schulman, "Approximating KL divergence", 2020)."""
+    gap = torch.where(mask, reference_logp.detach() - logp, torch.zeros_like(logp))
+    return masked_sum(gap.exp() - gap - 1, mask, denominator)
+
+
+def masked_sum(values: Decisions, mask: Mask, denominator: Denominator) -> Float[Tensor, ""]:
+    """Sum over the decisions that count, each row divided by its denominator. What a mask hides may be NaN."""
+    kept = torch.where(mask, values, torch.zeros_like(values)).sum(1)
+    if isinstance(denominator, Tensor):
+        denominator = denominator.to(kept)
+    return (kept / denominator).sum()
+
+
+def _better(rewards: Float[Tensor, "groups members"]) -> Bool[Tensor, "groups members members"]:
+    """Whether i earned more than j; a comparison with a missing reward (NaN) is false."""
+    return rewards[:, :, None] > rewards[:, None, :]

@@ -1,0 +1,164 @@
+"""Which member of which group runs on which rank, in which pass: a pure function, the same on every rank.
+
+A *seat* is a place in a rank-major gather: seat = rank x rollouts_per_rank + pass x rows_per_pass + slot. A placement
+sends every rollout (numbered group by group) to a seat; all else follows from that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from groupwise.core.epochs import conditions_of_step
+from groupwise.core.errors import UserError
+from groupwise.core.randomness import normal, random_bits, uniform
+from groupwise.core.shape import KINDS, Shape
+
+_SEAT_SALT = 0x73656174  # "seat"
+
+Seats = Int64[Tensor, " rollouts"]
+SeatFunction = Callable[[Shape, int, int], Seats]
+
+
+def whole(shape: Shape, seed: int, step: int) -> Seats:
+    """Each group on one rank: group-wise rewards and shared prefixes need it."""
+    return torch.arange(shape.rollouts_per_step)
+
+
+def spread(shape: Shape, seed: int, step: int) -> Seats:
+    """Members dealt to the ranks in turn: a condition's members run side by side, as evenly as can be."""
+    rollout = torch.arange(shape.rollouts_per_step)
+    return rollout % shape.ranks * shape.rollouts_per_rank + rollout // shape.ranks
+
+
+def shuffled(shape: Shape, seed: int, step: int) -> Seats:
+    """The k-repeat sampler: every condition group_size times, in random order over ranks and passes."""
+    return random_bits(_SEAT_SALT, seed, step, torch.arange(shape.rollouts_per_step)).argsort()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rollouts to run, each with the key of its random numbers."""
+
+    seed: int
+    step: int
+    rows_per_pass: int
+    group: Int64[Tensor, " rows"]
+    """Number of the group, counted over the whole run."""
+    member: Int64[Tensor, " rows"]
+    condition: Int64[Tensor, " rows"]
+    """Index into the dataset."""
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def uniform(self, decision: int, elements: int = 1) -> Float[Tensor, "rows elements"]:
+        """Numbers in [0, 1) that belong to these rollouts' decision, wherever they run."""
+        return uniform(*self._keys, decision, torch.arange(elements))
+
+    def normal(self, decision: int, elements: int = 1) -> Float[Tensor, "rows elements"]:
+        """Standard normal numbers that belong to these rollouts' decision, wherever they run."""
+        return normal(*self._keys, decision, torch.arange(elements))
+
+    @property
+    def _keys(self) -> tuple[int, int, Tensor, Tensor]:
+        return self.seed, self.step, self.group[:, None], self.member[:, None]
+
+    def passes(self) -> Iterator[Rows]:
+        """These rows in cuts of `rows_per_pass`."""
+        for start in range(0, len(self), self.rows_per_pass):
+            cut = slice(start, start + self.rows_per_pass)
+            yield Rows(self.seed, self.step, self.rows_per_pass, self.group[cut], self.member[cut], self.condition[cut])
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One step's rollouts in seat order, which is the order of a rank-major gather."""
+
+    shape: Shape
+    seed: int
+    step: int
+    group: Int64[Tensor, " rollouts"]
+    member: Int64[Tensor, " rollouts"]
+    condition: Int64[Tensor, " rollouts"]
+
+    @property
+    def seat(self) -> Seats:
+        return torch.arange(self.shape.rollouts_per_step)
+
+    @property
+    def rank(self) -> Int64[Tensor, " rollouts"]:
+        return self.seat // self.shape.rollouts_per_rank
+
+    @property
+    def pass_(self) -> Int64[Tensor, " rollouts"]:
+        return self.seat % self.shape.rollouts_per_rank // self.shape.rows_per_pass
+
+    @property
+    def slot(self) -> Int64[Tensor, " rollouts"]:
+        return self.seat % self.shape.rows_per_pass
+
+    def of(self, rank: int) -> Rows:
+        """What one rank runs, pass after pass."""
+        share = slice(rank * self.shape.rollouts_per_rank, (rank + 1) * self.shape.rollouts_per_rank)
+        return Rows(
+            self.seed,
+            self.step,
+            self.shape.rows_per_pass,
+            self.group[share],
+            self.member[share],
+            self.condition[share],
+        )
+
+    def ranks_touched(self) -> Int64[Tensor, " groups"]:
+        """On how many ranks each of the step's groups has members."""
+        pairs = torch.unique((self.group - self.group.min()) * self.shape.ranks + self.rank)
+        return torch.bincount(pairs // self.shape.ranks)
+
+
+def place(shape: Shape, *, seed: int, step: int) -> Placement:
+    """The placement of any step, asked for directly."""
+    conditions = conditions_of_step(seed, step, conditions=shape.conditions, per_step=shape.conditions_per_step)
+    seats = _seat_function(shape.kind)(shape, seed, step)
+    _check_is_permutation(seats, shape)
+    rollout = torch.empty_like(seats)
+    rollout[seats] = torch.arange(shape.rollouts_per_step)
+    nth_group, member = rollout // shape.group_size, rollout % shape.group_size
+    group = step * shape.conditions_per_step + nth_group
+    return Placement(shape, seed, step, group, member, conditions[nth_group])
+
+
+def _seat_function(kind: str) -> SeatFunction:
+    """One of the three, or a user's own as `module:function`."""
+    if kind in KINDS:
+        return {"whole": whole, "spread": spread, "shuffled": shuffled}[kind]
+    module, _, function = kind.partition(":")
+    if not function:
+        raise UserError(
+            f"placement is '{kind}': it must be one of {', '.join(KINDS)}, or a function of your own written as"
+            " 'module:function' that takes (shape, seed, step) and returns a seat for every rollout."
+        )
+    try:
+        found: SeatFunction = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"placement is '{kind}', which cannot be imported ({error}). Check the spelling, and that the module is"
+            " on PYTHONPATH."
+        ) from error
+    return found
+
+
+def _check_is_permutation(seats: Tensor, shape: Shape) -> None:
+    """Built-in placements are permutations by construction; a user's own has to be shown to be one."""
+    rollouts = shape.rollouts_per_step
+    in_range = seats.shape == (rollouts,) and bool(((seats >= 0) & (seats < rollouts)).all())
+    if not in_range or len(torch.unique(seats)) < rollouts:
+        raise UserError(
+            f"placement '{shape.kind}' does not give each of the {rollouts} rollouts a seat of its own: it must return"
+            f" every number from 0 to {rollouts - 1} exactly once."
+        )

@@ -1,0 +1,71 @@
+"""Random numbers without a generator: each is a function of its key.
+
+A number belongs to (seed, step, group, member, decision, element). Nothing is drawn "next", so where a rollout runs,
+beside whom and in which order cannot change it. All of it is computed on the CPU in 64 bits: integers are exact there,
+and no two kinds of device agree on the last bit of a logarithm.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+Key = int | Tensor
+
+# Constants of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def uniform(
+    seed: Key, step: Key, group: Key, member: Key, decision: Key = 0, element: Key = 0
+) -> Float[Tensor, "*batch"]:
+    """Numbers in [0, 1), in float64; the keys broadcast against each other."""
+    return to_uniform(random_bits(seed, step, group, member, decision, element))
+
+
+def normal(
+    seed: Key, step: Key, group: Key, member: Key, decision: Key = 0, element: Key = 0
+) -> Float[Tensor, "*batch"]:
+    """Standard normal numbers, in float64, by the inverse of the normal distribution function."""
+    bits = random_bits(seed, step, group, member, decision, element)
+    return torch.special.ndtri(to_uniform(bits) + 2.0**-54)
+
+
+def random_bits(*keys: Key) -> Int64[Tensor, "*batch"]:
+    """64 random bits for every combination of the (broadcast) keys; the order of the keys matters."""
+    state = torch.zeros((), dtype=torch.int64)
+    for position, key in enumerate(keys):
+        salted = _as_int64(key) + _signed(_GOLDEN * (position + 1))
+        state = _mix(state * _signed(_GOLDEN) + _mix(salted))
+    return state
+
+
+def to_uniform(bits: Int64[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """The upper 53 bits as a number in [0, 1)."""
+    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift_right(x, 31)
+
+
+def _shift_right(x: Tensor, bits: int) -> Tensor:
+    """Logical shift: torch's own fills with the sign."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _as_int64(key: Key) -> Tensor:
+    if isinstance(key, Tensor):
+        return key.to(device="cpu", dtype=torch.int64)
+    return torch.tensor(_signed(key), dtype=torch.int64)
+
+
+def _signed(value: int) -> int:
+    """The 64-bit two's complement of a Python integer of any size."""
+    value &= 0xFFFFFFFFFFFFFFFF
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,69 @@
+"""Weigh named reward terms. A failed term is missing (NaN), never zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.core.config import RewardConfig
+from groupwise.core.errors import UserError
+from groupwise.core.types import Terms
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What each rollout earned, and how it came about."""
+
+    total: Float[Tensor, " rollouts"]
+    """NaN where a term that carries weight is missing: a sum without it could not be compared with its siblings'."""
+    terms: Terms
+    missing: int
+
+
+def weigh(terms: Terms, config: RewardConfig) -> Rewards:
+    """The weighted sum of a step's terms; refused when too many rollouts have none."""
+    _check_names(terms, config)
+    rows = len(next(iter(terms.values.values())))
+    total = torch.zeros(rows, dtype=torch.float64)
+    for name, values in terms.values.items():
+        weight = config.weights.get(name, 1.0)
+        if weight:
+            total = total + weight * values.double().cpu()
+    missing = int(total.isnan().sum())
+    if missing > config.max_missing_share * rows:
+        raise UserError(_too_many_missing(terms, missing, rows, config))
+    return Rewards(total, terms, missing)
+
+
+def term_statistics(terms: Terms) -> dict[str, float]:
+    """Mean, std and missing share of each term, over the rows that have it."""
+    statistics = {}
+    for name, values in terms.values.items():
+        present = values[~values.isnan()].double()
+        statistics[f"reward/{name}"] = present.mean().item() if len(present) else float("nan")
+        statistics[f"reward/{name}/std"] = present.std(correction=0).item() if len(present) else float("nan")
+        statistics[f"reward/{name}/missing_share"] = 1 - len(present) / max(len(values), 1)
+    return statistics
+
+
+def _check_names(terms: Terms, config: RewardConfig) -> None:
+    if not terms.values:
+        raise UserError("The workload gives no reward term: rewards() must return at least one named term.")
+    unknown = sorted(set(config.weights) - set(terms.values))
+    if unknown:
+        raise UserError(
+            f"reward.weights names '{unknown[0]}', which is not a reward of this workload. It has:"
+            f" {', '.join(terms.values)}."
+        )
+
+
+def _too_many_missing(terms: Terms, missing: int, rows: int, config: RewardConfig) -> str:
+    why = "; ".join(f"{name}: {reason}" for name, reason in terms.failures.items())
+    return (
+        f"{missing} of {rows} rollouts of this step have no reward, more than reward.max_missing_share"
+        f" {config.max_missing_share:g} allows{f' ({why})' if why else ''}. A missing reward is never counted as zero."
+        " Mend the reward function, or raise reward.max_missing_share if so many failures are expected."
+    )

@@ -1,0 +1,94 @@
+"""What is handed from stage to stage. Rows come first on every axis; nothing here is changed once made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Decisions that were taken, with the log-probability each had under the policy that took it."""
+
+    group_ids: Int64[Tensor, " rows"]
+    logp: Float[Tensor, "rows decisions"]
+    mask: Bool[Tensor, "rows decisions"]
+    """False where a row has no decision (padding), or one that is not trained."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """What the workload needs to score and judge its rows again: tensors or sequences, one entry a row."""
+
+    def __len__(self) -> int:
+        return len(self.group_ids)
+
+    def select(self, rows: Int64[Tensor, " some"]) -> Rollouts:
+        """These rows, in this order."""
+        return Rollouts(
+            self.group_ids[rows],
+            self.logp[rows],
+            self.mask[rows],
+            {name: _take(column, rows) for name, column in self.data.items()},
+        )
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities of decisions already taken, under the present policy, with gradient."""
+
+    logp: Float[Tensor, "rows decisions"]
+    entropy: Float[Tensor, "rows decisions"] | None = None
+    reference_logp: Float[Tensor, "rows decisions"] | None = None
+    """Under the reference policy, without gradient; needed when the KL weight is above 0."""
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Named rewards, one number a row; NaN where a reward is missing."""
+
+    values: Mapping[str, Float[Tensor, " rows"]]
+    failures: Mapping[str, str] = field(default_factory=dict)
+    """Why a term is missing, for the terms that failed."""
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """How much better each rollout of the step did than its siblings."""
+
+    values: Float[Tensor, " rollouts"]
+    trained: Bool[Tensor, " rollouts"]
+    """False for a missing reward and for a group without spread: such rows leave the loss and its denominator."""
+    groups: int
+    zero_spread_groups: int
+
+
+def _take(column: Any, rows: Tensor) -> Any:
+    if isinstance(column, Tensor):
+        return column[rows.to(column.device)]
+    assert isinstance(column, Sequence), f"a column of rollouts is a tensor or a sequence, not {type(column).__name__}"
+    return [column[row] for row in rows.tolist()]
+
+
+def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
+    """Passes put together again; shorter rows are padded on the right and masked."""
+    width = max(part.logp.shape[1] for part in parts)
+    names = parts[0].data
+    return Rollouts(
+        torch.cat([part.group_ids for part in parts]),
+        torch.cat([_widen(part.logp, width) for part in parts]),
+        torch.cat([_widen(part.mask, width) for part in parts]),
+        {name: _join([part.data[name] for part in parts]) for name in names},
+    )
+
+
+def _widen(matrix: Tensor, width: int) -> Tensor:
+    return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
+
+
+def _join(columns: Sequence[Any]) -> Any:
+    if isinstance(columns[0], Tensor):
+        return torch.cat(list(columns))
+    return [entry for column in columns for entry in column]

@@ -1,0 +1,1 @@
+"""The only folder that knows of torch.distributed, Accelerate and device names."""

@@ -1,0 +1,105 @@
+"""Ranks that talk: gathers, sums and agreement, over Accelerate. With one rank nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor, nn
+from torch import distributed as dist
+
+
+@dataclass(frozen=True)
+class Comm:
+    """This process's place among the ranks, and the few exchanges that training needs."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    _state: PartialState = field(repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all ranks, rank after rank, on the CPU. Every rank brings the same number."""
+        if self.ranks == 1:
+            return rows.cpu()
+        raw = rows.contiguous().view(torch.uint8).to(self.device)  # bytes: not every backend sends float64
+        parts = [torch.empty_like(raw) for _ in range(self.ranks)]
+        dist.all_gather(parts, raw)
+        return torch.cat(parts).cpu().view(rows.dtype)
+
+    def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
+        """The (picklable) objects of all ranks, rank after rank."""
+        return list(objects) if self.ranks == 1 else list(gather_object(list(objects)))
+
+    def sum(self, *numbers: float) -> list[float]:
+        """Each number added up over the ranks."""
+        return self._reduce(numbers, dist.ReduceOp.SUM)
+
+    def max(self, *numbers: float) -> list[float]:
+        return self._reduce(numbers, dist.ReduceOp.MAX)
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is up on any rank."""
+        return self.max(float(flag))[0] > 0
+
+    def from_main(self, value: Any) -> Any:
+        """Rank 0's value, on every rank."""
+        if self.ranks == 1:
+            return value
+        return broadcast_object_list([value])[0]
+
+    def wait(self) -> None:
+        """Until all ranks are here."""
+        if self.ranks > 1:
+            self._state.wait_for_everyone()
+
+    def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Add up gradients over the ranks in one exchange per dtype.
+
+        A rank that had no rows brings zeros, so nobody waits for it; a parameter without a gradient has zero
+        everywhere, with one rank as with many.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
+        if self.ranks == 1:
+            return
+        for gradients in by_dtype.values():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat)
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def close(self) -> None:
+        """Leave the group of ranks."""
+        if self.ranks > 1:
+            self._state.destroy_process_group()
+
+    def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        if self.ranks == 1:
+            return [float(number) for number in numbers]
+        packed = torch.tensor(numbers, dtype=_widest_float(self.device), device=self.device)
+        dist.all_reduce(packed, op=operation)
+        return [float(number) for number in packed.tolist()]
+
+
+def connect() -> Comm:
+    """Join the ranks that `accelerate launch` or `torchrun` started; alone when neither did."""
+    state = PartialState()
+    return Comm(state.process_index, state.num_processes, state.device, state)
+
+
+def _widest_float(device: torch.device) -> torch.dtype:
+    """float64 where the device has it (not on mps and npu)."""
+    return torch.float32 if device.type in ("mps", "npu") else torch.float64

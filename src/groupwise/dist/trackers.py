@@ -1,0 +1,48 @@
+"""TensorBoard, wandb and trackio by name, through Accelerate's trackers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from groupwise.core.errors import UserError
+
+
+class Trackers:
+    """Sends figures to the trackers that the user asked for; to none by default."""
+
+    def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]):
+        self._accelerator: Accelerator | None = None
+        for name in names:
+            if find_spec(name) is None:
+                raise UserError(
+                    f"trackers names '{name}', which is not installed. Install it with `pip install {name}`, or leave"
+                    " it out: metrics.jsonl holds the same figures."
+                )
+        if names:
+            self._accelerator = Accelerator(log_with=list(names), project_dir=folder)
+            named = {name: {"name": folder.name} for name in names if name != "tensorboard"}
+            self._accelerator.init_trackers("groupwise", config=_flat(config), init_kwargs=named)
+
+    def log(self, figures: Mapping[str, float], step: int) -> None:
+        if self._accelerator:
+            self._accelerator.log(dict(figures), step=step)
+
+    def close(self) -> None:
+        if self._accelerator:
+            self._accelerator.end_training()
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+    """Nested settings as one level of plain values, which is all that trackers take."""
+    flat: dict[str, str | int | float | bool] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value if isinstance(value, str | int | float | bool) else str(value)
+    return flat

@@ -1,0 +1,162 @@
+"""Checkpoints that a crash cannot spoil: written beside, checked by hash, then renamed into place."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import platform
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from groupwise.core.errors import UserError
+from groupwise.train.config import differing_fields
+from groupwise.train.state import State, trainable_weights
+
+_META = "checkpoint.json"
+
+
+def write_checkpoint(folder: Path, state: State, *, config: Mapping[str, Any], ranks: int, keep: int) -> Path:
+    """Save the state as `step-NNNNNN`; the newest `keep` stay."""
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{state.step:06d}"
+    draft = folder / f".writing-{final.name}"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    parts = _parts(state)
+    meta = {
+        "step": state.step,
+        "updates": state.updates,
+        "ranks": ranks,
+        "config": config,
+        "versions": {
+            "python": platform.python_version(),
+            **{name: version(name) for name in ("groupwise", "torch", "accelerate")},
+        },
+        "sha256": {name: hashlib.sha256(raw).hexdigest() for name, raw in parts.items()},
+    }
+    for name, raw in {**parts, _META: json.dumps(meta, indent=1).encode()}.items():
+        _write_through(draft / name, raw)
+    if final.exists():
+        _remove(final)
+    draft.rename(final)
+    _sync_folder(folder)
+    for old in _newest_first(folder)[keep:]:
+        _remove(old)
+    return final
+
+
+def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint that is whole; every damaged one passed over is warned about."""
+    for path in _newest_first(folder):
+        damage = next(_damage(path), None)
+        if damage is None:
+            return path
+        warn(f"Checkpoint {path} is damaged ({damage}); trying the one before it.")
+    return None
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    meta: dict[str, Any] = json.loads((path / _META).read_text())
+    return meta
+
+
+def check_same_config(path: Path, config: Mapping[str, Any]) -> None:
+    """Refuse to continue a run under settings that would make it another run."""
+    differences = differing_fields(config, read_meta(path)["config"])
+    if differences:
+        raise UserError(
+            f"The checkpoint {path} was made with other settings: {'; '.join(differences)}. Resume with the settings it"
+            " was made with, or start a new run with another --run-dir."
+        )
+
+
+@torch.no_grad()
+def restore(path: Path, state: State) -> None:
+    """Set the state to what the checkpoint holds, bit by bit."""
+    saved = load((path / "policy.safetensors").read_bytes())
+    _fill(_policy_tensors(state), saved, path)
+    optimiser = torch.load(io.BytesIO((path / "optimiser.pt").read_bytes()), weights_only=True)
+    state.optimiser.load_state_dict(optimiser)
+    if state.ema:
+        _fill(state.ema.average, load((path / "ema.safetensors").read_bytes()), path)
+    meta = read_meta(path)
+    state.step, state.updates = meta["step"], meta["updates"]
+
+
+def _parts(state: State) -> dict[str, bytes]:
+    optimiser = io.BytesIO()
+    torch.save(state.optimiser.state_dict(), optimiser)
+    parts = {"policy.safetensors": _tensors(_policy_tensors(state)), "optimiser.pt": optimiser.getvalue()}
+    if state.ema:
+        parts["ema.safetensors"] = _tensors(state.ema.average)
+    return parts
+
+
+def _policy_tensors(state: State) -> dict[str, Tensor]:
+    """What training changes: trainable weights and buffers. Frozen weights are loaded from where they came from."""
+    return {**trainable_weights(state.policy), **dict(state.policy.named_buffers())}
+
+
+def _tensors(tensors: Mapping[str, Tensor]) -> bytes:
+    return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+
+
+def _fill(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
+    strangers = sorted(set(target) ^ set(saved))
+    wrong = [name for name in target if name in saved and target[name].shape != saved[name].shape]
+    if strangers or wrong:
+        raise UserError(
+            f"The checkpoint {path} does not belong to this policy: '{(strangers + wrong)[0]}' is missing on one side"
+            " or has another shape. Use the recipe that the run was started with."
+        )
+    for name, tensor in target.items():
+        tensor.detach().copy_(saved[name])
+
+
+def _newest_first(folder: Path) -> list[Path]:
+    return sorted(folder.glob("step-*"), key=lambda path: path.name, reverse=True)
+
+
+def _damage(path: Path) -> Iterator[str]:
+    """What is wrong with a checkpoint, if anything."""
+    try:
+        hashes = read_meta(path)["sha256"]
+    except (OSError, ValueError, KeyError) as error:
+        yield f"{_META} cannot be read: {error}"
+        return
+    for name, expected in hashes.items():
+        part = path / name
+        if not part.is_file():
+            yield f"{name} is missing"
+        elif hashlib.sha256(part.read_bytes()).hexdigest() != expected:
+            yield f"{name} is not what was written"
+
+
+def _remove(path: Path) -> None:
+    """Out of sight first, so that a crash never leaves half a checkpoint under a good name."""
+    doomed = path.with_name(f".removing-{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    path.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _write_through(path: Path, raw: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)

@@ -1,0 +1,161 @@
+"""Everything that can be set about a run. No torch here: `--help` answers at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
+from groupwise.core.errors import UserError
+from groupwise.core.shape import Shape
+from groupwise.workloads.base import WorkloadConfig
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    learning_rate: float = 1e-3
+    """Highest learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, down to 0 at the last update."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Averaging of AdamW's first and second moment."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; None for no limit."""
+    updates_per_rollout: int = 1
+    """Updates on each step's rollouts. From the second on, the ratio differs from 1 and clipping acts."""
+    ema_decay: float | None = None
+    """Keep an average of the policy's weights with this decay; evaluation then uses it. None for none."""
+
+    def __post_init__(self) -> None:
+        if self.learning_rate <= 0:
+            raise UserError(f"optimiser.learning_rate is {self.learning_rate}: it must be above 0 (1e-5 to 1e-2).")
+        if self.updates_per_rollout < 1:
+            raise UserError(f"optimiser.updates_per_rollout is {self.updates_per_rollout}: it must be at least 1.")
+        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
+            raise UserError(f"optimiser.ema_decay is {self.ema_decay}: it must be from 0 to below 1, or None.")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    run_dir: Path | None = None
+    """Folder of this run: config, metrics, samples, checkpoints. None takes runs/ and the recipe's name."""
+    resume: bool = False
+    """Continue from the newest good checkpoint in run_dir; begin where there is none yet."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step always writes one."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints that are kept."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    samples_per_step: int = 4
+    """Rollouts a step that are written to samples.jsonl."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where to send metrics besides metrics.jsonl."""
+    threads: int = 1
+    """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
+    preflight: bool = True
+    """Check the set-up on the first pass before training."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("checkpoint_every", 1), ("keep_checkpoints", 1), ("threads", 1), ("eval_every", 0)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}: it must be at least {least}.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A full experiment. A recipe returns one; the command line changes its fields."""
+
+    workload: WorkloadConfig
+    steps: int = 100
+    """Steps to train: each rolls out conditions_per_step x group_size times and updates the policy."""
+    seed: int = 0
+    """Decides the order of conditions and every random number. Same seed, same run."""
+    conditions_per_step: int = 8
+    """Conditions (prompts, tasks) drawn for a step, without replacement."""
+    group_size: int = 8
+    """Rollouts of each condition; they are compared only with each other."""
+    rows_per_pass: int = 8
+    """Rows that go through the model together. A memory knob: it never changes the result."""
+    placement: str = "whole"
+    """Where members run: whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    recipe: tyro.conf.Suppress[str] = ""
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise UserError(f"steps is {self.steps}: it must be at least 1.")
+        if self.group_size < 2:
+            self.shape(conditions=max(self.conditions_per_step, 1))
+
+    def shape(self, *, conditions: int, ranks: int = 1) -> Shape:
+        """The arithmetic of a step; refuses what does not fit."""
+        return Shape(conditions, self.conditions_per_step, self.group_size, ranks, self.rows_per_pass, self.placement)
+
+    @property
+    def updates(self) -> int:
+        return self.steps * self.optimiser.updates_per_rollout
+
+
+FREE_ON_RESUME = ("steps", "rows_per_pass", "run", "recipe")
+"""Fields that may differ from the checkpoint's: they do not change what a step computes."""
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested frozen configs as JSON values."""
+    plain: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        plain[entry.name] = to_dict(value) if dataclasses.is_dataclass(value) else _plain(value)
+    return plain
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config of the same types with the given (JSON) values: the inverse of `to_dict`."""
+    changed = {}
+    for entry in dataclasses.fields(config):
+        if entry.name not in values:
+            continue
+        present, value = getattr(config, entry.name), values[entry.name]
+        if dataclasses.is_dataclass(present):
+            changed[entry.name] = with_values(present, value)
+        elif isinstance(value, list):
+            changed[entry.name] = tuple(value)
+        else:
+            changed[entry.name] = Path(value) if entry.name == "run_dir" and value else value
+    return dataclasses.replace(config, **changed)
+
+
+def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Sentences naming every field that two plain configs set differently."""
+    lines = []
+    for name in sorted(set(ours) | set(theirs)):
+        if not prefix and name in FREE_ON_RESUME:
+            continue
+        here, there = ours.get(name), theirs.get(name)
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            lines += differing_fields(here, there, f"{prefix}{name}.")
+        elif here != there:
+            lines.append(f"{prefix}{name} was {there} and is now {here}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value

@@ -1,0 +1,141 @@
+"""The only loop. Read `training_steps` first: one line a stage, whatever is being trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from groupwise.core.advantage import group_advantages
+from groupwise.core.identity import check_groups
+from groupwise.core.placement import Placement, place
+from groupwise.core.randomness import random_bits
+from groupwise.core.reward import Rewards, term_statistics, weigh
+from groupwise.core.shape import Shape
+from groupwise.core.types import Advantages, Rollouts, Terms
+from groupwise.dist.comm import Comm
+from groupwise.meter.clock import Laps
+from groupwise.meter.memory import used_bytes
+from groupwise.train.config import Config
+from groupwise.train.state import State
+from groupwise.train.update import Comparison, update
+from groupwise.workloads.base import Workload
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step did: its figures, and some of its rollouts for people to look at."""
+
+    step: int
+    figures: Mapping[str, float]
+    samples: list[dict[str, Any]]
+
+
+def training_steps(workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm) -> Iterator[Step]:
+    """Train step after step, from where the state stands to the end."""
+    for step in range(state.step, config.steps):
+        laps = Laps()
+        placed = place(shape, seed=config.seed, step=step)
+        rollouts = rollout(workload, placed, comm)
+        group_ids = gather_ids(rollouts, placed, comm)
+        laps.lap("rollout_s")
+        rewards = weigh(gather_terms(workload.rewards(rollouts), comm), config.reward)
+        laps.lap("reward_s")
+        advantages = group_advantages(rewards.total, group_ids, config.advantage)
+        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape))
+        figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm)
+        laps.lap("update_s")
+        state.step = step + 1
+        samples = describe(workload, rollouts, placed, rewards, advantages, comm, config.run.samples_per_step)
+        yield Step(step, summarise(rewards, advantages, figures, laps, comm), samples)
+
+
+@torch.no_grad()
+def rollout(workload: Workload, placed: Placement, comm: Comm) -> Rollouts:
+    """This rank's rollouts. Torch's own generator is set from (seed, step, rank) for policies that use dropout."""
+    torch.manual_seed(int(random_bits(placed.seed, placed.step, comm.rank)))
+    rows = placed.of(comm.rank)
+    rollouts = workload.rollout(rows)
+    assert len(rollouts) == len(rows), f"{len(rows)} rows were placed and {len(rollouts)} came back"
+    return rollouts
+
+
+def gather_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> Tensor:
+    """The group ids of the whole step in seat order, checked against what was placed."""
+    group_ids = comm.gather(rollouts.group_ids)
+    check_groups(placed.group, group_ids)
+    return group_ids
+
+
+def gather_terms(terms: Terms, comm: Comm) -> Terms:
+    """The reward terms of the whole step in seat order."""
+    values = {name: comm.gather(column.double()) for name, column in terms.values.items()}
+    failures: dict[str, str] = {}
+    if comm.any(bool(terms.failures)):
+        for found in comm.gather_objects([dict(terms.failures)]):
+            failures = found | failures
+    return Terms(values, failures)
+
+
+def share(comm: Comm, shape: Shape) -> slice:
+    """This rank's seats."""
+    return slice(comm.rank * shape.rollouts_per_rank, (comm.rank + 1) * shape.rollouts_per_rank)
+
+
+def describe(
+    workload: Workload,
+    rollouts: Rollouts,
+    placed: Placement,
+    rewards: Rewards,
+    advantages: Advantages,
+    comm: Comm,
+    wanted: int,
+) -> list[dict[str, Any]]:
+    """The step's first rollouts, group by group: the same ones wherever they ran."""
+    if not wanted:
+        return []
+    nth = (placed.group - placed.group.min()) * placed.shape.group_size + placed.member
+    mine = share(comm, placed.shape)
+    rows = (nth[mine] < wanted).nonzero().flatten()
+    seats = rows + mine.start
+    shown = workload.describe(rollouts.select(rows)) if len(rows) else []
+    entries = [
+        {
+            "step": placed.step,
+            "group": int(placed.group[seat]),
+            "member": int(placed.member[seat]),
+            "condition": int(placed.condition[seat]),
+            **details,
+            "reward": _number(rewards.total[seat]),
+            "rewards": {name: _number(column[seat]) for name, column in rewards.terms.values.items()},
+            "advantage": _number(advantages.values[seat]),
+        }
+        for seat, details in zip(seats.tolist(), shown, strict=True)
+    ]
+    return sorted(comm.gather_objects(entries), key=lambda entry: (entry["group"], entry["member"]))
+
+
+def summarise(
+    rewards: Rewards, advantages: Advantages, figures: Mapping[str, float], laps: Laps, comm: Comm
+) -> dict[str, float]:
+    """One flat record of the step; times and memory are those of the slowest and fullest rank."""
+    present = rewards.total[~rewards.total.isnan()]
+    memory, *seconds = comm.max(float(used_bytes(comm.device)), *laps.seconds.values())
+    return {
+        "reward": present.mean().item() if len(present) else float("nan"),
+        "reward_std": present.std(correction=0).item() if len(present) else float("nan"),
+        **term_statistics(rewards.terms),
+        "missing_rewards": float(rewards.missing),
+        "zero_spread_share": advantages.zero_spread_groups / advantages.groups,
+        **figures,
+        **dict(zip(laps.seconds, seconds, strict=True)),
+        "memory_bytes": memory,
+    }
+
+
+def _number(value: Tensor) -> float | None:
+    """A JSON number; null for a missing one."""
+    return None if value.isnan() else value.item()

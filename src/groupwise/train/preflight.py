@@ -1,0 +1,148 @@
+"""Checks before the first update. Most bugs in GRPO train quietly and learn less; these make them loud."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from groupwise.core.errors import UserError
+from groupwise.core.identity import group_id
+from groupwise.core.loss import kl_to_reference
+from groupwise.core.placement import place
+from groupwise.core.shape import Shape
+from groupwise.core.types import Rollouts
+from groupwise.dist.comm import Comm
+from groupwise.train.config import Config
+from groupwise.train.loop import gather_ids, rollout
+from groupwise.train.state import State, trainable_weights
+from groupwise.workloads.base import Workload
+
+RATIO_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Largest difference between sampled and recomputed log-probability, by the dtype of the log-probabilities."""
+
+
+@dataclass(frozen=True)
+class Check:
+    name: str
+    passed: bool
+    detail: str
+
+
+def preflight(workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm) -> list[Check]:
+    """Try one pass of the coming step and look at it from all sides. Nothing of the run is changed."""
+    was_training = state.policy.training
+    placed = place(shape, seed=config.seed, step=state.step)
+    checks = [_shapes_divide(shape), _parameters_agree(state, comm)]
+    rollouts = rollout(workload, placed, comm)
+    checks.append(_passes("members share their condition", lambda: gather_ids(rollouts, placed, comm), shape))
+    part = rollouts.select(torch.arange(min(len(rollouts), config.rows_per_pass)))
+    checks += [_ratio_is_one(workload, part, comm), _gradients_arrive(workload, part, state, comm)]
+    if config.loss.kl:
+        checks.append(_kl_has_gradient(workload, part, comm))
+    state.optimiser.zero_grad(set_to_none=True)
+    state.policy.train(was_training)
+    return checks
+
+
+def refuse_failures(checks: list[Check]) -> None:
+    """Stop before anything is trained if a check failed."""
+    failed = [f"{check.name}: {check.detail}" for check in checks if not check.passed]
+    if failed:
+        raise UserError("Preflight failed. " + " ".join(failed) + " (--no-preflight trains regardless.)")
+
+
+def _shapes_divide(shape: Shape) -> Check:
+    """A shape that does not divide cannot be made, so this one only says what was found."""
+    return Check(
+        "shapes divide",
+        True,
+        f"{shape.conditions_per_step} conditions x {shape.group_size} members = {shape.rollouts_per_step} rollouts ="
+        f" {shape.ranks} ranks x {shape.passes} passes x {shape.rows_per_pass} rows",
+    )
+
+
+def _parameters_agree(state: State, comm: Comm) -> Check:
+    fingerprint = group_id(0, *[weight.data for weight in trainable_weights(state.policy).values()])
+    everyone = comm.gather(torch.tensor([fingerprint]))
+    strangers = (everyone != everyone[0]).nonzero().flatten().tolist()
+    if strangers:
+        detail = f"ranks {strangers} hold other weights than rank 0. Make the policy from one seed or file on all."
+        return Check("parameters are equal on all ranks", False, detail)
+    count = sum(weight.numel() for weight in trainable_weights(state.policy).values())
+    return Check("parameters are equal on all ranks", True, f"{count:,} trainable numbers, {comm.ranks} ranks")
+
+
+def _passes(name: str, act: Callable[[], Tensor], shape: Shape) -> Check:
+    try:
+        act()
+    except UserError as error:
+        return Check(name, False, str(error))
+    return Check(name, True, f"{shape.conditions_per_step} groups of {shape.group_size}, found by id")
+
+
+def _ratio_is_one(workload: Workload, part: Rollouts, comm: Comm) -> Check:
+    with torch.no_grad():
+        scored = workload.score(part)
+    gap = torch.where(part.mask, scored.logp - part.logp, torch.zeros_like(part.logp)).abs().max().item()
+    gap = comm.max(float("inf") if math.isnan(gap) else gap)[0]
+    allowed = RATIO_TOLERANCE[part.logp.dtype]
+    if gap > allowed:
+        detail = (
+            f"recomputed log-probabilities differ from the sampled ones by up to {gap:.2g} (allowed {allowed:g}). Score"
+            " with the same temperature, masks and dtype as in the rollout, and switch dropout off."
+        )
+        return Check("ratio is 1 before the first update", False, detail)
+    return Check("ratio is 1 before the first update", True, f"largest difference {gap:.1g}")
+
+
+def _gradients_arrive(workload: Workload, part: Rollouts, state: State, comm: Comm) -> Check:
+    """A random mix of log-probabilities must reach every part of the policy that is to be trained."""
+    state.optimiser.zero_grad(set_to_none=True)
+    mix = torch.linspace(-1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
+    torch.where(part.mask, mix * workload.score(part).logp, torch.zeros_like(mix)).sum().backward()
+    idle = sorted(_without_gradient(state))
+    idle = [name for name in idle if comm.ranks == 1 or name in set.intersection(*_sets(comm, idle))]
+    if idle:
+        detail = (
+            f"no gradient reaches {', '.join(idle[:5])}{' ...' if len(idle) > 5 else ''}. Look for a detach, a no_grad"
+            " or a head that score() leaves out; freeze what is not meant to be trained."
+        )
+        return Check("every trainable part gets a gradient", False, detail)
+    return Check("every trainable part gets a gradient", True, f"{len(trainable_weights(state.policy))} tensors")
+
+
+def _sets(comm: Comm, names: list[str]) -> list[set[str]]:
+    return [set(found) for found in comm.gather_objects([names])]
+
+
+def _without_gradient(state: State) -> Iterator[str]:
+    """Tensors that are not connected at all, and children of the policy whose gradient is zero throughout.
+
+    A single tensor may rightly be zero (the A matrix of a fresh LoRA adapter, whose B is still zero).
+    """
+    moved: dict[str, bool] = {}
+    for name, weight in trainable_weights(state.policy).items():
+        if weight.grad is None:
+            yield name
+            continue
+        child = name.split(".")[0]
+        moved[child] = moved.get(child, False) or bool(weight.grad.any())
+    yield from (child for child, has_moved in moved.items() if not has_moved)
+
+
+def _kl_has_gradient(workload: Workload, part: Rollouts, comm: Comm) -> Check:
+    """k3 is flat where both policies agree, as they may at the start: a shifted reference must pull."""
+    name = "KL has a gradient"
+    scored = workload.score(part)
+    if scored.reference_logp is None:
+        return Check(name, False, "loss.kl is above 0, but score() gives no reference_logp. Give one, or set it to 0.")
+    kl = kl_to_reference(scored.logp, scored.reference_logp + 0.5, part.mask, denominator=1.0)
+    if not kl.requires_grad:
+        return Check(name, False, "score() returns log-probabilities without a graph: do not call it under no_grad.")
+    (gradient,) = torch.autograd.grad(kl, scored.logp)
+    arrives = comm.any(bool(gradient.any()))
+    return Check(name, arrives, f"reference given for {part.mask.sum()} decisions" if arrives else "it is zero.")

@@ -1,0 +1,243 @@
+"""A run from start to end: its folder, its checks, its checkpoints, and a clean way out."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from groupwise.core.errors import UserError
+from groupwise.core.shape import Shape
+from groupwise.dist.comm import Comm, connect
+from groupwise.dist.trackers import Trackers
+from groupwise.train.checkpoint import check_same_config, newest_good, restore, write_checkpoint
+from groupwise.train.config import Config, to_dict
+from groupwise.train.folder import RunFolder
+from groupwise.train.loop import Step, training_steps
+from groupwise.train.preflight import Check, preflight, refuse_failures
+from groupwise.train.screen import Screen
+from groupwise.train.state import State, new_state
+from groupwise.workloads.base import Workload
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended. Times are measured."""
+
+    run_dir: Path
+    steps: int
+    seconds: float
+    first_reward: float | None
+    last_reward: float | None
+    eval_before: Mapping[str, float]
+    eval_after: Mapping[str, float]
+    interrupted: bool
+    is_main: bool
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run stands on, made once."""
+
+    config: Config
+    comm: Comm
+    workload: Workload
+    shape: Shape
+    state: State
+
+
+def set_up(config: Config) -> Setup:
+    """Join the ranks, build the workload, and refuse what does not fit."""
+    torch.set_num_threads(config.run.threads)
+    comm = connect()
+    workload = config.workload.build(comm.device)
+    shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
+    return Setup(config, comm, workload, shape, new_state(workload.policy, config.optimiser))
+
+
+def train(config: Config) -> Summary:
+    """Train as the config says. The same call on one process and on many ranks."""
+    begun = time.perf_counter()
+    setup = set_up(config)
+    folder = RunFolder(run_dir(config))
+    _on_main(setup.comm, lambda: folder.claim(resume=config.run.resume))
+    try:
+        with Screen(
+            steps=config.steps,
+            done=0,
+            rollouts_per_step=setup.shape.rollouts_per_step,
+            silent=not setup.comm.is_main,
+        ) as screen:
+            _resume(setup, folder, screen)
+            _preflight(setup, screen)
+            interrupted = _train(setup, folder, screen)
+    finally:
+        folder.release()
+    return _summary(setup, folder, time.perf_counter() - begun, interrupted)
+
+
+def check(config: Config) -> tuple[list[Check], bool]:
+    """Preflight alone, nothing written; and whether this is the rank that speaks."""
+    setup = set_up(config)
+    checks = preflight(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
+    return checks, setup.comm.is_main
+
+
+def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> tuple[int, dict[str, float]]:
+    """The figures of a run's newest good checkpoint, and the step it stands at."""
+    setup = set_up(config)
+    path = newest_good(folder.checkpoints, warn)
+    if path is None:
+        raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
+    restore(path, setup.state)
+    _log_evaluation(setup, folder, f"step {setup.state.step}")
+    return setup.state.step, folder.read("eval.json").get(f"step {setup.state.step}", {})
+
+
+def run_dir(config: Config) -> Path:
+    """Where the run lives: as the user said, or runs/ and the recipe's name."""
+    if config.run.run_dir is not None:
+        return config.run.run_dir
+    name = config.recipe.split(":")[0].removesuffix(".py").replace("\\", "/").rsplit("/", 1)[-1]
+    return Path("runs") / (name or type(config.workload).__name__)
+
+
+def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
+    """Set the state to the newest good checkpoint, and the logs with it."""
+    config, comm = setup.config, setup.comm
+    path = comm.from_main(newest_good(folder.checkpoints, screen.warn) if comm.is_main else None)
+    if path is not None:
+        check_same_config(path, to_dict(config))
+        restore(path, setup.state)
+        screen.say(f"Resuming {folder.path} after step {setup.state.step}.")
+    elif config.run.resume:
+        screen.say(f"No checkpoint in {folder.path} yet: starting at step 0.")
+    if comm.is_main:
+        folder.rewind(setup.state.step)
+        folder.write("config.json", to_dict(config))
+
+
+def _preflight(setup: Setup, screen: Screen) -> None:
+    if setup.config.run.preflight and setup.state.step < setup.config.steps:
+        checks = preflight(setup.workload, state=setup.state, shape=setup.shape, config=setup.config, comm=setup.comm)
+        screen.checks(checks)
+        refuse_failures(checks)
+
+
+def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
+    """Step, log, save. Returns whether the user stopped it."""
+    config, comm, state = setup.config, setup.comm, setup.state
+    trackers = Trackers(config.run.trackers, folder.path, to_dict(config))
+    if not state.step:
+        _log_evaluation(setup, folder, "before")
+    complete = state.updates
+    with _stop_signals(screen) as stop_asked:
+        try:
+            for step in training_steps(setup.workload, state=state, shape=setup.shape, config=config, comm=comm):
+                complete = state.updates
+                _log(step, folder, trackers, comm)
+                screen.step(step.step, step.figures)
+                stopping = comm.any(stop_asked())
+                if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
+                    _save(setup, folder)
+                if config.run.eval_every and state.step % config.run.eval_every == 0:
+                    _log_evaluation(setup, folder, f"step {state.step}")
+                if stopping:
+                    screen.say(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
+                    return True
+        except UserError:
+            if state.updates == complete and state.step:
+                _save(setup, folder)
+            raise
+        finally:
+            trackers.close()
+    _log_evaluation(setup, folder, "after")
+    return False
+
+
+def _log(step: Step, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
+    if comm.is_main:
+        folder.append("metrics.jsonl", [{"step": step.step, **step.figures}])
+        folder.append("samples.jsonl", step.samples)
+    trackers.log(step.figures, step.step)
+
+
+def _save(setup: Setup, folder: RunFolder) -> None:
+    if setup.comm.is_main:
+        write_checkpoint(
+            folder.checkpoints,
+            setup.state,
+            config=to_dict(setup.config),
+            ranks=setup.comm.ranks,
+            keep=setup.config.run.keep_checkpoints,
+        )
+    setup.comm.wait()
+
+
+def _evaluate(setup: Setup) -> dict[str, float]:
+    """The workload's own figures, on the averaged weights where there are any."""
+    ema, policy = setup.state.ema, setup.state.policy
+    with ema.borrowed(policy) if ema else nullcontext(), torch.no_grad():
+        return dict(setup.workload.evaluate())
+
+
+def _log_evaluation(setup: Setup, folder: RunFolder, moment: str) -> None:
+    figures = _evaluate(setup)
+    if figures and setup.comm.is_main:
+        folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
+
+
+def _on_main(comm: Comm, act: Callable[[], None]) -> None:
+    """Do something on rank 0; if the user must mend it, all ranks stop together."""
+    message = None
+    if comm.is_main:
+        try:
+            act()
+        except UserError as error:
+            message = str(error)
+    message = comm.from_main(message)
+    if message:
+        raise UserError(message)
+
+
+@contextmanager
+def _stop_signals(screen: Screen) -> Iterator[Callable[[], bool]]:
+    """Ctrl-C and SIGTERM finish the step and save; a second Ctrl-C leaves at once. Only a main thread gets signals."""
+    asked: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+
+    def on_signal(number: int, _frame: object) -> None:
+        if asked:
+            raise KeyboardInterrupt
+        asked.append(number)
+        screen.say("Stopping: finishing this step and writing a checkpoint. Once more to leave at once.")
+
+    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> Summary:
+    metrics, evaluation = folder.metrics(), folder.read("eval.json")
+    return Summary(
+        run_dir=folder.path,
+        steps=setup.state.step,
+        seconds=seconds,
+        first_reward=metrics[0]["reward"] if metrics else None,
+        last_reward=metrics[-1]["reward"] if metrics else None,
+        eval_before=evaluation.get("before", {}),
+        eval_after=evaluation.get("after", {}),
+        interrupted=interrupted,
+        is_main=setup.comm.is_main,
+    )

@@ -1,0 +1,76 @@
+"""What a person sees while a run goes on: on stderr, so that stdout stays free for results."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from groupwise.meter.memory import readable
+from groupwise.train.preflight import Check
+
+
+class Screen:
+    """A live progress line in a terminal; a plain line now and then elsewhere. Silent on all ranks but the first."""
+
+    def __init__(self, *, steps: int, done: int, rollouts_per_step: int, silent: bool):
+        self.console = Console(file=sys.stderr, quiet=silent)
+        self._steps, self._rollouts = steps, rollouts_per_step
+        self._live = not silent and self.console.is_terminal
+        self._every = max(1, steps // 10)
+        self._progress = Progress(
+            TextColumn("step"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self.console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task("train", total=steps, completed=done, figures="")
+        self._last = time.perf_counter()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def step(self, step: int, figures: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        rate = self._rollouts / max(now - self._last, 1e-9)
+        self._last = now
+        line = (
+            f"reward {figures['reward']:.3f}  {rate:,.0f} rollouts/s  memory {readable(figures['memory_bytes'])}"
+            f"  no spread {figures['zero_spread_share']:.0%}"
+        )
+        self._progress.update(self._task, completed=step + 1, figures=line)
+        if not self._live and ((step + 1) % self._every == 0 or step == 0):
+            self.say(f"step {step + 1}/{self._steps}  {line}")
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+
+    def warn(self, text: str) -> None:
+        self.say(f"Warning: {text}", style="yellow")
+
+    def checks(self, checks: Sequence[Check]) -> None:
+        self.console.print(check_table(checks))
+
+
+def check_table(checks: Sequence[Check]) -> Table:
+    table = Table(title="Preflight", title_justify="left", box=None, show_header=False)
+    for check in checks:
+        mark = "[green]passed[/]" if check.passed else "[red]FAILED[/]"
+        table.add_row(mark, check.name, check.detail)
+    return table

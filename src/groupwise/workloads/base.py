@@ -1,0 +1,56 @@
+"""The protocol between the loop and what it trains. Torch is named here but not imported: configs stay light."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from groupwise.core.placement import Rows
+    from groupwise.core.types import Rollouts, Scored, Terms
+
+
+class Workload(Protocol):
+    """Anything that makes a row of decisions. Subclass it; the first three methods are all that must be written."""
+
+    policy: nn.Module
+    """What is trained: its parameters that require a gradient. In float32 or float64 as you like."""
+    conditions: int
+    """Size of the dataset."""
+
+    def rollout(self, rows: Rows) -> Rollouts:
+        """Try each row's condition once, without gradient, taking random numbers from `rows` only.
+
+        The rows come back in the same order. A row's outcome must not depend on its neighbours; `rows.passes()` cuts
+        them where memory matters.
+        """
+        ...
+
+    def rewards(self, rollouts: Rollouts) -> Terms:
+        """Judge the rollouts: one number a row for every named term, NaN where there is none."""
+        ...
+
+    def score(self, rollouts: Rollouts) -> Scored:
+        """Log-probabilities of the same decisions under the present policy, with gradient."""
+        ...
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Named figures on held-out data. Runs alike on every rank; the policy may hold averaged weights meanwhile."""
+        return {}
+
+    def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
+        """What a person would want to see of each row (JSON values), for samples.jsonl."""
+        return [{} for _ in range(len(rollouts))]
+
+
+@dataclass(frozen=True)
+class WorkloadConfig:
+    """The settings of a workload. Subclass it beside the workload and import the heavy parts inside `build`."""
+
+    def build(self, device: torch.device) -> Workload:
+        """The workload itself, its policy on the device; the same on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define build(device)")
