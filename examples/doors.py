@@ -92,8 +92,8 @@ def recipe() -> gw.Config:
     return gw.Config(
         DoorsConfig(),
         steps=300,
-        conditions_per_step=20,
+        conditions_per_step=16,
         group_size=8,
-        rows_per_pass=32,
+        rows_per_pass=16,
         optimiser=gw.OptimiserConfig(learning_rate=1e-2, schedule="linear"),
     )

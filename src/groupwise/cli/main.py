@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -59,7 +60,7 @@ def _run(words: Sequence[str], as_json: bool) -> int:
     try:
         return _command(words[0])(list(words[1:]), as_json)
     except UserError as error:
-        print(f"groupwise: {error}", file=sys.stderr)
+        print(f"groupwise{_rank()}: {error}", file=sys.stderr)
         _print_error(str(error), as_json)
         return 2
     except SystemExit as leaving:  # tyro has said what is wrong with the arguments
@@ -80,6 +81,11 @@ def _command(name: str) -> Callable[[list[str], bool], int]:
         raise UserError(f"There is no command '{name}'. There are: {', '.join(COMMANDS)}. See `groupwise --help`.")
     command: Callable[[list[str], bool], int] = import_module(f"groupwise.cli.{name}").run
     return command
+
+
+def _rank() -> str:
+    """Which of several processes speaks."""
+    return f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
 
 
 def _print_error(message: str, as_json: bool) -> None:

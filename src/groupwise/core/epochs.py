@@ -60,7 +60,7 @@ def _exchanged_opening(seed: int, epoch: int, conditions: int, per_step: int, ca
 
 def keyed_permutation(places: Int64[Tensor, " n"], size: int, *keys: int) -> Int64[Tensor, " n"]:
     """Where a permutation of range(size), chosen by the keys, sends each place."""
-    left_size = max(1, math.isqrt(size))
+    left_size = max(2, math.isqrt(size))
     right_size = -(-size // left_size)
     found = _feistel(places, left_size, right_size, keys)
     outside = found >= size

@@ -13,11 +13,6 @@ from torch import Tensor
 
 Key = int | Tensor
 
-# Constants of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
-
 
 def uniform(
     seed: Key, step: Key, group: Key, member: Key, decision: Key = 0, element: Key = 0
@@ -36,36 +31,42 @@ def normal(
 
 def random_bits(*keys: Key) -> Int64[Tensor, "*batch"]:
     """64 random bits for every combination of the (broadcast) keys; the order of the keys matters."""
-    state = torch.zeros((), dtype=torch.int64)
-    for position, key in enumerate(keys):
-        salted = _as_int64(key) + _signed(_GOLDEN * (position + 1))
-        state = _mix(state * _signed(_GOLDEN) + _mix(salted))
-    return state
+    state: Key = 0
+    for position, key in enumerate(keys, start=1):
+        own = key.to(device="cpu", dtype=torch.int64) if isinstance(key, Tensor) else key
+        state = _mix(_wrap(state * _GOLDEN) + _mix(_wrap(own + _signed(position * _GOLDEN))))
+    return state if isinstance(state, Tensor) else torch.tensor(state)
 
 
 def to_uniform(bits: Int64[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """The upper 53 bits as a number in [0, 1)."""
-    return _shift_right(bits, 11).to(torch.float64) * 2.0**-53
+    return (bits >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53
 
 
-def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift_right(x, 27)) * _signed(_MIX_2)
-    return x ^ _shift_right(x, 31)
+def _mix(x: Key) -> Key:
+    """SplitMix64's finaliser, on integers or on whole tensors of them."""
+    x = _wrap((x ^ _shift_right(x, 30)) * _MIX_1)
+    x = _wrap((x ^ _shift_right(x, 27)) * _MIX_2)
+    return _wrap(x ^ _shift_right(x, 31))
 
 
-def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's own fills with the sign."""
+def _shift_right(x: Key, bits: int) -> Key:
+    """Logical shift: the plain one fills with the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _as_int64(key: Key) -> Tensor:
-    if isinstance(key, Tensor):
-        return key.to(device="cpu", dtype=torch.int64)
-    return torch.tensor(_signed(key), dtype=torch.int64)
+def _wrap(x: Key) -> Key:
+    """Tensors overflow by themselves; Python's integers have to be told."""
+    return x if isinstance(x, Tensor) else _signed(x)
 
 
 def _signed(value: int) -> int:
     """The 64-bit two's complement of a Python integer of any size."""
     value &= 0xFFFFFFFFFFFFFFFF
     return value - (1 << 64) if value >= 1 << 63 else value
+
+
+# Constants of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,8 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch import distributed as dist
+
+from groupwise.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,13 @@ class Comm:
 
 def connect() -> Comm:
     """Join the ranks that `accelerate launch` or `torchrun` started; alone when neither did."""
-    state = PartialState()
+    state = PartialState(cpu=not torch.accelerator.is_available())
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if state.num_processes != launched:
+        raise UserError(
+            f"{launched} processes were launched, but this one finds {state.num_processes} in its group: each would train"
+            " alone. Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
+        )
     return Comm(state.process_index, state.num_processes, state.device, state)
 
 
