@@ -91,7 +91,7 @@ class DoorsConfig(gw.WorkloadConfig):
 def recipe() -> gw.Config:
     return gw.Config(
         DoorsConfig(),
-        steps=300,
+        steps=120,
         conditions_per_step=16,
         group_size=8,
         rows_per_pass=16,

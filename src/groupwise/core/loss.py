@@ -70,7 +70,7 @@ def pairwise_ranking(
 ) -> Float[Tensor, ""]:
     """-log sigmoid(logp_i - logp_j), summed over the ordered pairs of each group in which i earned more than j."""
     groups = Groups.of(group_ids)
-    table = groups.table(logp, fill=0)
+    table = groups.table(logp, fill=0.0)
     losses = -logsigmoid(table[:, :, None] - table[:, None, :])
     better = _better(groups.table(rewards))
     return torch.where(better, losses, torch.zeros_like(losses)).sum() / denominator
@@ -83,7 +83,7 @@ def ranking_pulls(logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows
     ranking loss, though a row's siblings may stand in another pass or on another rank.
     """
     groups = Groups.of(group_ids)
-    table = groups.table(logp.detach(), fill=0)
+    table = groups.table(logp.detach(), fill=0.0)
     doubt = torch.sigmoid(table[:, None, :] - table[:, :, None])  # 1 - sigmoid(logp_i - logp_j)
     pulls = torch.where(_better(groups.table(rewards)), doubt, torch.zeros_like(doubt))
     return groups.rows(pulls.sum(2) - pulls.sum(1))

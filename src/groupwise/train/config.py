@@ -134,8 +134,10 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
             changed[entry.name] = with_values(present, value)
         elif isinstance(value, list):
             changed[entry.name] = tuple(value)
-        else:
-            changed[entry.name] = Path(value) if entry.name == "run_dir" and value else value
+        elif entry.name == "run_dir":
+            changed[entry.name] = Path(value) if value else None
+        elif _is_plain(present) or isinstance(present, Mapping):
+            changed[entry.name] = value
     return dataclasses.replace(config, **changed)
 
 
@@ -154,8 +156,13 @@ def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
+    """A JSON value; what has none (a function, a class) is written as text and taken from the recipe again."""
     if isinstance(value, Mapping):
-        return dict(value)
-    return [_plain(entry) for entry in value] if isinstance(value, tuple | list) else value
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    return value if _is_plain(value) else str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)

@@ -1,0 +1,19 @@
+"""Shapes in annotations are checked while the tests run; threads are fixed so that timings mean something."""
+
+import importlib
+
+import hypothesis
+import torch
+from jaxtyping import install_import_hook
+
+SHAPED = [
+    f"groupwise.core.{name}" for name in ("advantage", "groups", "identity", "loss", "placement", "reward", "types")
+]
+
+with install_import_hook(SHAPED, "beartype.beartype"):
+    for module in SHAPED:
+        importlib.import_module(module)
+
+torch.set_num_threads(1)
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, max_examples=60)
+hypothesis.settings.load_profile("steady")
