@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from groupwise.core.placement import Placement
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
-_MOST_LINES = 32
+_MOST_LINES = 24
 
 
 @dataclass(frozen=True)

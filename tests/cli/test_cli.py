@@ -1,0 +1,180 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import ENVIRONMENT, groupwise
+
+from groupwise.cli.main import main
+from groupwise.cli.place import label
+from groupwise.cli.words import translate
+
+
+def run(capsys, *words):
+    """Exit code, stdout and stderr of one command in this process."""
+    capsys.readouterr()
+    code = main([str(word) for word in words])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_help_and_configs_do_not_import_torch():
+    program = (
+        "import sys, groupwise, groupwise.cli.main, groupwise.cli.train, groupwise.cli.check, groupwise.cli.place;"
+        "import groupwise.cli.eval, groupwise.recipes, groupwise.core.shape;"
+        "from groupwise import Config, LossConfig, Shape, Workload, WorkloadConfig, UserError;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["place", "--help"], ["eval", "--help"]])
+def test_help_teaches_in_under_half_a_second(words):
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        ended = groupwise(*words)
+        seconds.append(time.perf_counter() - begun)
+        assert ended.returncode == 0
+        assert "groupwise" in ended.stdout
+    assert min(seconds) < 0.5
+
+
+def test_every_field_is_documented():
+    said = groupwise("train", "--help").stdout
+    for name in ("--group-size", "--reward.max-missing-share", "--loss.clip-low", "--optimiser.ema-decay", "--resume"):
+        assert name in said
+    for block in said.split("╭")[1:]:
+        for entry in block.split("│ --")[1:]:
+            words = entry.replace("│", " ").split("(default")[0].split()
+            assert len(words) > 4, f"--{words[0]} has no explanation"
+
+
+def test_place_answers_the_question_of_eight_ranks(capsys):
+    code, out, _ = run(
+        capsys, "place", "--conditions", 8, "--group-size", 4, "--ranks", 8, "--rows-per-pass", 2, "--json"
+    )
+    assert code == 0
+    found = json.loads(out)
+    rollouts, totals = found["rollouts"], found["totals"]
+    assert (len(rollouts), totals["rollouts_per_step"], totals["conditions_per_step"]) == (32, 32, 8)
+    assert (totals["passes_per_step"], totals["copies_per_condition"]) == (2, 4)
+    assert totals["every_condition_has_group_size_members"] is True
+    assert set(rollouts[0]) == {"rank", "pass", "slot", "group", "member", "condition", "gathered_at"}
+    for rollout in rollouts:
+        assert rollout["gathered_at"] == rollout["rank"] * 4 + rollout["pass"] * 2 + rollout["slot"]
+
+
+def test_place_draws_a_map_and_proves_it(capsys):
+    code, out, _ = run(capsys, "place", "--placement", "spread", "--ranks", 4, "--conditions", 2, "--rows-per-pass", 1)
+    assert code == 0
+    assert "8 rollouts" in out
+    assert "A0" in out
+    assert "Proved: every condition of this step has exactly 4 members, each once." in out
+    assert [label(nth) for nth in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
+
+
+def test_place_of_many_ranks_stays_readable(capsys):
+    code, out, _ = run(capsys, "place", "--ranks", 4096, "--conditions", 4096, "--rows-per-pass", 4, "--dataset", 10**7)
+    assert code == 0
+    assert "and 4072 more ranks" in out
+    assert len(out.splitlines()) < 100
+
+
+def test_other_libraries_names_are_understood(capsys):
+    words = ["--num_generations=16", "--device-batch-size", "4", "--placement", "group_contiguous", "--steps", "3"]
+    translated, remarks = translate(words)
+    assert translated == ["--group-size=16", "--rows-per-pass", "4", "--placement", "whole", "--steps", "3"]
+    assert remarks[0] == "--num_generations is called --group-size here."
+    code, out, err = run(capsys, "place", "--world-size", 2, "--k", 4, "--batch-size", 4, "--json")
+    assert code == 0
+    assert json.loads(out)["totals"]["ranks"] == 2
+    assert "--k is called --group-size here." in err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["dance"], "There is no command 'dance'"),
+        (["train"], "needs a recipe"),
+        (["train", "chatt"], "There is no recipe 'chatt'"),
+        (["train", "nowhere.py"], "There is no file nowhere.py"),
+        (["train", "nowhere:recipe"], "cannot be imported"),
+        (["train", "fakes:nothing"], "has no 'nothing'"),
+        (["train", "fakes:TinyPolicy"], "must return a groupwise.Config"),
+        (["train", "fakes:recipe", "--grup-size", "4"], "--group-size"),
+        (["train", "fakes:recipe", "--group-size", "four"], "four"),
+        (["train", "fakes:recipe", "--group-size", "1"], "at least 2 members"),
+        (["train", "fakes:recipe", "--steps", "0"], "steps is 0"),
+        (["train", "fakes:recipe", "--loss.clip-low", "7"], "loss.clip_low is 7"),
+        (["train", "fakes:recipe", "--optimiser.learning-rate", "0"], "learning_rate is 0"),
+        (["train", "fakes:recipe", "--rows-per-pass", "3"], "Nearest that fit"),
+        (["train", "fakes:recipe", "--conditions-per-step", "41"], "dataset holds 40 conditions"),
+        (["train", "fakes:recipe", "--placement", "scattered"], "whole, spread, shuffled"),
+        (["train", "fakes:recipe", "--reward.weights", "acc", "2"], "'acc', which is not a reward"),
+        (["train", "fakes:recipe", "--workload.missing-member", "1"], "max_missing_share"),
+        (["train", "fakes:recipe", "--trackers", "wandb"], "not installed"),
+        (["check", "fakes:recipe", "--group-size", "5", "--rows-per-pass", "7"], "Nearest that fit"),
+        (["place", "--conditions", "3"], "Nearest that fit"),
+        (["eval", "no-run"], "is not a run folder"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(capsys, *words, "--json")
+    assert code == 2
+    assert says in " ".join(err.replace("│", " ").split())
+    assert "Traceback" not in err
+    assert set(json.loads(out)) == {"error"}
+
+
+REWARDS = {
+    "raises": ("raise KeyError('answer')", "KeyError: 'answer'"),
+    "NaN": ("return [float('nan')] * len(completions)", "returned nan for 16 of 16 rows"),
+    "wrong length": ("return [1.0]", "returned 1 values for 16 rows"),
+    "wrong type": ("return 'good'", "returned str"),
+}
+
+
+@pytest.mark.parametrize("kind", REWARDS)
+def test_bad_rewards_are_explained_and_lose_nothing(capsys, tmp_path, kind):
+    body, says = REWARDS[kind]
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "import fakes, groupwise as gw\n"
+        f"def reward(prompts, completions, **columns):\n    {body}\n"
+        "class Mine(fakes.TinyWorkload):\n"
+        "    def rewards(self, rollouts):\n"
+        "        return gw.judge({'mine': reward}, list(rollouts.group_ids), list(rollouts.data['choices']))\n"
+        "@dataclass(frozen=True)\n"
+        "class MineConfig(fakes.TinyConfig):\n"
+        "    def build(self, device):\n        return Mine(self, device)\n"
+        "def recipe():\n"
+        "    return gw.Config(MineConfig(), conditions_per_step=4, group_size=4, rows_per_pass=4)\n"
+    )
+    code, _, err = run(capsys, "train", tmp_path / "mine.py", "--run-dir", tmp_path / "run")
+    assert code == 2
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_train_check_and_eval_speak_json(capsys, tmp_path):
+    folder = tmp_path / "run"
+    code, out, err = run(capsys, "train", "fakes:recipe", "--run-dir", folder, "--json")
+    assert code == 0
+    summary = json.loads(out)
+    assert summary["steps"] == 6
+    assert "step 6/6" in err
+    code, out, _ = run(capsys, "check", "fakes:recipe", "--json")
+    assert code == 0
+    assert json.loads(out)["passed"] is True
+    code, out, _ = run(capsys, "eval", folder, "--json")
+    assert code == 0
+    assert json.loads(out)["figures"] == summary["eval_after"]
+
+
+def test_output_cut_by_head_is_no_crash():
+    program = f"{sys.executable} -m groupwise train --help | head -1"
+    ended = subprocess.run(["bash", "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert "Traceback" not in ended.stderr

@@ -1,0 +1,50 @@
+"""Real processes for tests: started here, bounded in time, and ended by nobody else."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ENVIRONMENT = {
+    **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(TESTS),
+    "COLUMNS": "120",
+}
+
+
+def groupwise(*words: object, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    return subprocess.run(
+        command(*words), env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def start(*words: object) -> subprocess.Popen[str]:
+    """Start the command line and leave it running."""
+    return subprocess.Popen(command(*words), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def command(*words: object) -> list[str]:
+    return [sys.executable, "-m", "groupwise", *map(str, words)]
+
+
+def on_ranks(ranks: int, program: Sequence[object], *, seconds: float = 150) -> subprocess.CompletedProcess[str]:
+    """Run a program (a file, or -m and a module, with its words) under torchrun with gloo on loopback."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--nnodes", "1"]
+    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+    return subprocess.run(
+        [*launcher, *map(str, program)], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,52 @@
+"""What the repository promises about itself."""
+
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_every_dependency_is_pinned_and_torch_exactly():
+    pins = dict(
+        line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")
+    )
+    assert pins["torch"] == "2.13.0"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    names = {normal(re.split(r"[<>=\[ ]", entry)[0]) for entry in wanted}
+    assert names <= {normal(name) for name in pins}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_device_names_and_collectives_stay_in_dist(path):
+    text = path.read_text()
+    if "dist" not in path.relative_to(ROOT / "src" / "groupwise").parts:
+        assert not re.search(r"\.cuda\b|[\"'](nccl|hccl|gloo|npu|cuda)[\"']|torch\.distributed|import accelerate", text)
+    assert len(text.splitlines()) <= 300, "a file this long usually holds two ideas"
+
+
+def test_the_example_is_complete_in_under_100_lines():
+    assert len((ROOT / "examples" / "doors.py").read_text().splitlines()) < 100
+
+
+def test_the_folder_map_in_the_readme_is_true():
+    shown = re.findall(r"^ {6}(\w+(?:\.py)?)/? {2,}", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    package = ROOT / "src" / "groupwise"
+    real = {path.name for path in package.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert set(shown) == real
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+    assert "make test" in (ROOT / "README.md").read_text()
+    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "pytest" in plan

@@ -1,0 +1,75 @@
+import asyncio
+import math
+import time
+
+import pytest
+import torch
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.judge import judge
+
+PROMPTS, COMPLETIONS = ["a", "b", "c"], ["x", "yy", "zzz"]
+
+
+def length(prompts, completions, **columns):
+    return [len(completion) for completion in completions]
+
+
+async def slow_length(prompts, completions, **columns):
+    await asyncio.sleep(0.2)
+    return length(prompts, completions)
+
+
+def test_sync_and_async_functions_and_columns():
+    def matches(prompts, completions, answer, **columns):
+        return [completion == right for completion, right in zip(completions, answer, strict=True)]
+
+    terms = judge({"length": slow_length, "right": matches}, PROMPTS, COMPLETIONS, answer=["x", "-", "zzz"])
+    assert terms.values["length"].tolist() == [1, 2, 3]
+    assert terms.values["right"].tolist() == [1, 0, 1]
+    assert not terms.failures
+
+
+def test_async_functions_run_together():
+    begun = time.perf_counter()
+    judge({str(nth): slow_length for nth in range(10)}, PROMPTS, COMPLETIONS)
+    assert time.perf_counter() - begun < 1.0  # one after the other would take 2 s
+
+
+def test_a_function_that_raises_leaves_its_own_term_missing_with_the_reason():
+    def broken(prompts, completions, **columns):
+        raise ZeroDivisionError("no words")
+
+    terms = judge({"length": length, "broken": broken}, PROMPTS, COMPLETIONS)
+    assert terms.values["length"].tolist() == [1, 2, 3]
+    assert terms.values["broken"].isnan().all()
+    assert "ZeroDivisionError: no words" in terms.failures["broken"]
+    assert "test_judge.py" in terms.failures["broken"]
+
+
+@pytest.mark.parametrize("odd", [None, math.nan, math.inf])
+def test_none_nan_and_infinity_are_missing(odd):
+    terms = judge({"r": lambda prompts, completions: [1.0, odd, 3]}, PROMPTS, COMPLETIONS)
+    assert terms.values["r"].isnan().tolist() == [False, True, False]
+    assert f"returned {odd} for 1 of 3 rows" in terms.failures["r"]
+
+
+def test_tensors_are_taken_too():
+    terms = judge({"r": lambda prompts, completions: torch.tensor([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
+    assert terms.values["r"].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ([1.0, 2.0], "returned 2 values for 3 rows"),
+        (1.0, "returned float"),
+        ("abc", "returned str"),
+        (None, "returned NoneType"),
+        ([1.0, "good", 2.0], r"'good' \(str\) for row 1"),
+        (torch.ones(3, 1), "returned Tensor"),
+    ],
+)
+def test_what_is_not_a_list_of_numbers_is_refused(answer, says):
+    with pytest.raises(UserError, match=says):
+        judge({"r": lambda prompts, completions: answer}, PROMPTS, COMPLETIONS)
