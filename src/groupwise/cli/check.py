@@ -16,10 +16,12 @@ def run(words: list[str], as_json: bool) -> int:
     config = read_config("check", words, DESCRIPTION)
     from rich.console import Console
 
+    from groupwise.dist.comm import disconnect
     from groupwise.train.run import check
     from groupwise.train.screen import check_table
 
     checks, is_main = check(config)
+    disconnect()
     passed = all(check.passed for check in checks)
     if is_main and as_json:
         print_json({"passed": passed, "checks": [asdict(check) for check in checks]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
 _MOST_LINES = 24
+_PLENTY = 10**12  # without a dataset, none is too small
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,15 @@ def run(words: list[str], as_json: bool) -> int:
     words = ["--conditions" if word == "--conditions-per-step" else word for word in words]
     arguments = tyro.cli(PlaceArguments, args=words, prog="groupwise place")
     shape = Shape(
-        conditions=arguments.conditions if arguments.dataset is None else arguments.dataset,
+        conditions=_PLENTY if arguments.dataset is None else arguments.dataset,
         conditions_per_step=arguments.conditions,
         group_size=arguments.group_size,
         ranks=arguments.ranks,
         rows_per_pass=arguments.rows_per_pass,
         kind=arguments.placement,
     )
+    if arguments.dataset is None:
+        shape = replace(shape, conditions=arguments.conditions)
     from groupwise.core.placement import place
 
     placed = place(shape, seed=arguments.seed, step=arguments.step)
@@ -184,7 +187,7 @@ def _total_lines(placed: Placement) -> str:
     return (
         f"Rollouts per step     {shape.rollouts_per_step}\n"
         f"Conditions per step   {shape.conditions_per_step}\n"
-        f"Conditions per epoch  {shape.conditions}   (every {shape.steps_per_epoch:g} steps)\n"
+        f"Conditions per epoch  {shape.conditions}   ({shape.steps_per_epoch:g} step{'' if shape.steps_per_epoch == 1 else 's'})\n"
         f"Copies per condition  {shape.group_size}\n"
         f"Ranks a group touches {spread}\n"
         f"{verdict}"

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import mean
 from typing import TYPE_CHECKING
 
 from groupwise.cli.main import print_json
 from groupwise.cli.recipe import read_config
+from groupwise.train.folder import RunFolder
 
 if TYPE_CHECKING:
     from groupwise.train.run import Summary
+
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 DESCRIPTION = (
     "Train a recipe. The run folder receives config.json, metrics.jsonl (one object a step), samples.jsonl, eval.json"
@@ -20,9 +25,11 @@ DESCRIPTION = (
 
 def run(words: list[str], as_json: bool) -> int:
     config = read_config("train", words, DESCRIPTION)
+    from groupwise.dist.comm import disconnect
     from groupwise.train.run import train
 
     summary = train(config)
+    disconnect()
     if summary.is_main:
         if as_json:
             print_json({**asdict(summary), "run_dir": str(summary.run_dir)})
@@ -42,7 +49,19 @@ def _show(summary: Summary) -> None:
     table.add_row("reward (first and last step)", _figure(summary.first_reward), _figure(summary.last_reward))
     for name, after in summary.eval_after.items():
         table.add_row(name, _figure(summary.eval_before.get(name)), _figure(after))
-    Console(file=sys.stdout).print(table)
+    console = Console(file=sys.stdout)
+    console.print(table)
+    rewards = [entry["reward"] for entry in RunFolder(summary.run_dir).metrics() if entry["reward"] is not None]
+    console.print(f"reward by step  {curve(rewards)}", highlight=False)
+
+
+def curve(values: Sequence[float], width: int = 48) -> str:
+    """A line of blocks from the lowest to the highest value, each the mean of a stretch of steps."""
+    stretches = min(width, len(values))
+    means = [mean(values[n * len(values) // stretches : (n + 1) * len(values) // stretches]) for n in range(stretches)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    blocks = "".join(_BLOCKS[round((value - low) / (high - low or 1) * (len(_BLOCKS) - 1))] for value in means)
+    return f"{low:.3f} {blocks} {high:.3f}"
 
 
 def _figure(value: float | None) -> str:

@@ -84,11 +84,6 @@ class Comm:
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
 
-    def close(self) -> None:
-        """Leave the group of ranks."""
-        if self.ranks > 1:
-            self._state.destroy_process_group()
-
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self.ranks == 1:
             return [float(number) for number in numbers]
@@ -107,6 +102,16 @@ def connect() -> Comm:
             " alone. Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
         )
     return Comm(state.process_index, state.num_processes, state.device, state)
+
+
+def disconnect() -> None:
+    """Leave the ranks, all together: a process that ends while others still talk to it may abort.
+
+    Only after success. When a rank has failed, the others may be waiting elsewhere, and their launcher ends them.
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def _widest_float(device: torch.device) -> torch.dtype:

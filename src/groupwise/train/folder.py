@@ -36,10 +36,11 @@ class RunFolder:
             raise UserError(
                 f"Another process is training in {self.path} now. Wait for it, or choose another --run-dir."
             ) from error
-        if (self.path / "config.json").exists() and not resume:
+        steps = len(self.metrics())
+        if not resume and (steps or any(self.checkpoints.glob("step-*"))):
             raise UserError(
-                f"The run folder {self.path} already holds a run ({len(self.metrics())} steps). Continue it with"
-                " --resume, or choose another with --run-dir."
+                f"The run folder {self.path} already holds a run ({steps} steps). Continue it with --resume, or choose"
+                " another with --run-dir."
             )
 
     def release(self) -> None:

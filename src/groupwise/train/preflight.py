@@ -104,8 +104,7 @@ def _gradients_arrive(workload: Workload, part: Rollouts, state: State, comm: Co
     state.optimiser.zero_grad(set_to_none=True)
     mix = torch.linspace(-1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
     torch.where(part.mask, mix * workload.score(part).logp, torch.zeros_like(mix)).sum().backward()
-    idle = sorted(_without_gradient(state))
-    idle = [name for name in idle if comm.ranks == 1 or name in set.intersection(*_sets(comm, idle))]
+    idle = sorted(set.intersection(*comm.gather_objects([set(_without_gradient(state))])))
     if idle:
         detail = (
             f"no gradient reaches {', '.join(idle[:5])}{' ...' if len(idle) > 5 else ''}. Look for a detach, a no_grad"
@@ -113,10 +112,6 @@ def _gradients_arrive(workload: Workload, part: Rollouts, state: State, comm: Co
         )
         return Check("every trainable part gets a gradient", False, detail)
     return Check("every trainable part gets a gradient", True, f"{len(trainable_weights(state.policy))} tensors")
-
-
-def _sets(comm: Comm, names: list[str]) -> list[set[str]]:
-    return [set(found) for found in comm.gather_objects([names])]
 
 
 def _without_gradient(state: State) -> Iterator[str]:

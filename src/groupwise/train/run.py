@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from groupwise.core.errors import UserError
+from groupwise.core.placement import place
 from groupwise.core.shape import Shape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.trackers import Trackers
@@ -58,6 +59,7 @@ def set_up(config: Config) -> Setup:
     comm = connect()
     workload = config.workload.build(comm.device)
     shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
+    place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
     return Setup(config, comm, workload, shape, new_state(workload.policy, config.optimiser))
 
 
@@ -96,7 +98,7 @@ def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> 
     if path is None:
         raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
     restore(path, setup.state)
-    _log_evaluation(setup, folder, f"step {setup.state.step}")
+    _log_evaluation(setup, folder, None, f"step {setup.state.step}")
     return setup.state.step, folder.read("eval.json").get(f"step {setup.state.step}", {})
 
 
@@ -111,7 +113,8 @@ def run_dir(config: Config) -> Path:
 def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
     """Set the state to the newest good checkpoint, and the logs with it."""
     config, comm = setup.config, setup.comm
-    path = comm.from_main(newest_good(folder.checkpoints, screen.warn) if comm.is_main else None)
+    wanted = comm.is_main and config.run.resume
+    path = comm.from_main(newest_good(folder.checkpoints, screen.warn) if wanted else None)
     if path is not None:
         check_same_config(path, to_dict(config))
         restore(path, setup.state)
@@ -135,7 +138,7 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
     config, comm, state = setup.config, setup.comm, setup.state
     trackers = Trackers(config.run.trackers, folder.path, to_dict(config))
     if not state.step:
-        _log_evaluation(setup, folder, "before")
+        _log_evaluation(setup, folder, trackers, "before")
     complete = state.updates
     with _stop_signals(screen) as stop_asked:
         try:
@@ -147,18 +150,18 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
                 if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
                     _save(setup, folder)
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
-                    _log_evaluation(setup, folder, f"step {state.step}")
+                    _log_evaluation(setup, folder, trackers, f"step {state.step}")
                 if stopping:
                     screen.say(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
                     return True
+            _log_evaluation(setup, folder, trackers, "after")
+            return False
         except UserError:
             if state.updates == complete and state.step:
-                _save(setup, folder)
+                _write_checkpoint(setup, folder)  # other ranks may not have failed: nobody is waited for
             raise
         finally:
             trackers.close()
-    _log_evaluation(setup, folder, "after")
-    return False
 
 
 def _log(step: Step, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
@@ -169,6 +172,11 @@ def _log(step: Step, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
 
 
 def _save(setup: Setup, folder: RunFolder) -> None:
+    _write_checkpoint(setup, folder)
+    setup.comm.wait()
+
+
+def _write_checkpoint(setup: Setup, folder: RunFolder) -> None:
     if setup.comm.is_main:
         write_checkpoint(
             folder.checkpoints,
@@ -177,7 +185,6 @@ def _save(setup: Setup, folder: RunFolder) -> None:
             ranks=setup.comm.ranks,
             keep=setup.config.run.keep_checkpoints,
         )
-    setup.comm.wait()
 
 
 def _evaluate(setup: Setup) -> dict[str, float]:
@@ -187,10 +194,12 @@ def _evaluate(setup: Setup) -> dict[str, float]:
         return dict(setup.workload.evaluate())
 
 
-def _log_evaluation(setup: Setup, folder: RunFolder, moment: str) -> None:
+def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str) -> None:
     figures = _evaluate(setup)
     if figures and setup.comm.is_main:
         folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
+    if trackers:
+        trackers.log({f"eval/{name}": value for name, value in figures.items()}, setup.state.step)
 
 
 def _on_main(comm: Comm, act: Callable[[], None]) -> None:
