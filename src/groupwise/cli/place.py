@@ -187,7 +187,7 @@ def _total_lines(placed: Placement) -> str:
     return (
         f"Rollouts per step     {shape.rollouts_per_step}\n"
         f"Conditions per step   {shape.conditions_per_step}\n"
-        f"Conditions per epoch  {shape.conditions}   ({shape.steps_per_epoch:g} step{'' if shape.steps_per_epoch == 1 else 's'})\n"
+        f"Conditions per epoch  {shape.conditions}   ({shape.steps_per_epoch:g} of these steps)\n"
         f"Copies per condition  {shape.group_size}\n"
         f"Ranks a group touches {spread}\n"
         f"{verdict}"
