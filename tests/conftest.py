@@ -6,9 +6,7 @@ import hypothesis
 import torch
 from jaxtyping import install_import_hook
 
-SHAPED = [
-    f"groupwise.core.{name}" for name in ("advantage", "groups", "identity", "loss", "placement", "reward", "types")
-]
+SHAPED = [f"groupwise.core.{name}" for name in ("advantage", "groups", "loss", "placement", "reward")]
 
 with install_import_hook(SHAPED, "beartype.beartype"):
     for module in SHAPED:

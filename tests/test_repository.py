@@ -45,6 +45,22 @@ def test_the_folder_map_in_the_readme_is_true():
     assert set(shown) == real
 
 
+def test_everything_that_the_docs_name_and_every_test_is_in_the_repository():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for name in re.findall(r"\b((?:tests|bench|examples|docs|src)/[\w/.-]+\.(?:py|md))", page.read_text()):
+            assert name in listed, f"{page.name} names {name}"
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert str(path.relative_to(ROOT)) in listed
+
+
+def test_every_test_file_is_collected(request):
+    seen = {Path(item.fspath) for item in request.session.items}
+    folders = {path.parent for path in seen}
+    if len(folders) > 3:  # the whole suite runs, not a part of it
+        assert set((ROOT / "tests").rglob("test_*.py")) <= seen
+
+
 def test_ci_runs_the_readmes_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert "make test" in (ROOT / "README.md").read_text()

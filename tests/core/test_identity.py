@@ -22,6 +22,11 @@ def test_equal_content_gives_equal_ids_and_any_change_another():
     assert -(2**63) <= same < 2**63
 
 
+def test_what_cannot_be_hashed_faithfully_is_refused():
+    with pytest.raises(UserError, match="was given list"):
+        group_id(0, [1.0, 2.0])
+
+
 def test_members_that_redraw_their_condition_are_found():
     placed = torch.tensor([0, 1, 0, 1])
     check_groups(placed, torch.tensor([70, 80, 70, 80]))

@@ -96,13 +96,13 @@ def test_an_epoch_visits_each_condition_once_and_no_step_repeats_one(conditions,
 def test_ten_million_conditions_and_4096_ranks_take_under_50_ms():
     shape = Shape(10_000_000, conditions_per_step=8192, group_size=8, ranks=4096, rows_per_pass=4, kind="shuffled")
     straddling = 10_000_000 // 8192  # the dearest step: it ends one epoch and begins the next
-    milliseconds = []
-    for step in (1, straddling, 10**6, straddling, 10**9):
-        begun = time.perf_counter()
-        place(shape, seed=0, step=step).of(4095)
-        milliseconds.append(1000 * (time.perf_counter() - begun))
-    assert min(milliseconds[1], milliseconds[3]) < 50
-    assert min(milliseconds) < 50
+    for step in (straddling, 10**9):
+        milliseconds = []
+        for _ in range(8):  # the best of eight: other processes may have the core meanwhile
+            begun = time.perf_counter()
+            place(shape, seed=0, step=step).of(4095)
+            milliseconds.append(1000 * (time.perf_counter() - begun))
+        assert min(milliseconds) < 50
 
 
 def two_halves_swapped(shape: Shape, seed: int, step: int) -> torch.Tensor:

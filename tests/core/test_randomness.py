@@ -10,7 +10,7 @@ from scipy import stats
 
 from groupwise.core.epochs import keyed_permutation
 from groupwise.core.placement import place
-from groupwise.core.randomness import normal, random_bits, uniform
+from groupwise.core.randomness import normal, random_bits, to_normal, uniform
 from groupwise.core.shape import Shape
 
 KEYS = ("seed", "step", "group", "member", "decision", "element")
@@ -71,7 +71,9 @@ def test_normal_numbers_are_normal_and_finite():
     assert stats.kstest(sample.flatten().numpy(), "norm").pvalue > 0.001
     neighbours = torch.corrcoef(torch.stack([sample[:-1].flatten(), sample[1:].flatten()]))[0, 1]
     assert neighbours.abs() < 0.015
-    assert torch.special.ndtri(torch.tensor(2.0**-54, dtype=torch.float64)).isfinite()
+    extremes = to_normal(torch.tensor([0, -1, 2**63 - 1, -(2**63)]))
+    assert extremes.isfinite().all()
+    assert extremes[0] == -extremes[1]
 
 
 def test_a_rollouts_numbers_do_not_depend_on_where_it_runs():

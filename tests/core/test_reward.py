@@ -24,6 +24,10 @@ def test_a_missing_term_makes_the_total_missing_unless_it_weighs_nothing():
     assert weigh(terms, RewardConfig(weights={"b": 0.0})).missing == 0
 
 
+def test_an_infinite_reward_is_missing_too():
+    assert weigh(Terms({"a": tensor([1.0, 2.0, math.inf, 4.0])}), RewardConfig(max_missing_share=0.5)).missing == 1
+
+
 def test_too_many_missing_stop_the_run_with_the_reason():
     terms = Terms({"a": torch.full((4,), math.nan)}, {"a": "raised KeyError: 'answer'"})
     with pytest.raises(UserError, match=r"4 of 4 rollouts .*max_missing_share 0.2 .*KeyError: 'answer'"):

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ def test_a_group_may_span_passes():
         ({"group_size": 1}, "group_size is 1"),
         ({"rows_per_pass": 0}, "rows_per_pass is 0"),
         ({"conditions": 3}, "dataset holds 3 conditions"),
-        ({"conditions": 5}, "draw a condition twice"),
+        ({"conditions": 5}, "could repeat a condition"),
         ({"conditions_per_step": 3, "conditions": 30}, "does not divide over 2 ranks"),
         ({"rows_per_pass": 3}, "neither divides group_size 4"),
         ({"kind": "spread", "rows_per_pass": 3}, "do not fill passes"),
@@ -39,6 +41,13 @@ def test_the_nearest_values_are_named():
     # 3 conditions x 4 = 12 rollouts; 16 seats. 4 x 4 = 16 and 3 x 16 = 48 fill them; 12 / 8 fits no number of rows.
     with pytest.raises(UserError, match=r"conditions_per_step 4; group_size 16; ranks 6\."):
         Shape(conditions=30, conditions_per_step=3, group_size=4, ranks=8, rows_per_pass=2, kind="spread")
+
+
+def test_a_hopeless_number_is_refused_at_once():
+    begun = time.perf_counter()
+    with pytest.raises(UserError, match="conditions_per_step 100"):
+        Shape(conditions=100, conditions_per_step=10**6, group_size=4)
+    assert time.perf_counter() - begun < 0.5
 
 
 @given(

@@ -6,8 +6,8 @@ from fakes import TinyConfig, TinyWorkload, recipe
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.train.preflight import refuse_failures
-from groupwise.train.run import check
+from groupwise.train.preflight import Check, preflight, refuse_failures
+from groupwise.train.run import check, set_up
 
 
 class WrongTemperature(TinyWorkload):
@@ -54,11 +54,73 @@ def failed_checks(kind):
     return {found.name: found.detail for found in checks if not found.passed}
 
 
-def test_a_sound_set_up_passes_all_six():
+def test_a_sound_set_up_passes_all_eight():
     checks, is_main = check(recipe())
     assert is_main
-    assert len(checks) == 6
+    assert len(checks) == 8
     assert all(found.passed for found in checks)
+
+
+class WithoutGraph(TinyWorkload):
+    def score(self, rollouts):
+        scored = super().score(rollouts)
+        return replace(scored, logp=scored.logp.detach())
+
+
+class WrongShape(TinyWorkload):
+    def score(self, rollouts):
+        return replace(super().score(rollouts), logp=super().score(rollouts).logp[:, :2])
+
+
+class NanReference(TinyWorkload):
+    def score(self, rollouts):
+        scored = super().score(rollouts)
+        return replace(scored, reference_logp=scored.reference_logp * torch.nan)
+
+
+class NoEntropy(TinyWorkload):
+    def score(self, rollouts):
+        return replace(super().score(rollouts), entropy=None)
+
+
+class RaisingReward(TinyWorkload):
+    def rewards(self, rollouts):
+        raise KeyError("answer")
+
+
+class RunningNorm(TinyWorkload):
+    """A buffer that every rollout advances, and a child in evaluation mode."""
+
+    def __init__(self, config, device):
+        super().__init__(config, device)
+        self.policy.register_buffer("seen", torch.zeros(1))
+        self.policy.body.eval()
+
+    def rollout(self, rows):
+        self.policy.seen += len(rows)
+        return super().rollout(rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "says"),
+    [
+        (WithoutGraph, "every trainable part gets a gradient", "no gradient reaches body.weight"),
+        (WrongShape, "ratio is 1 before the first update", "where rollout() gave (4, 3)"),
+        (NanReference, "KL has a gradient", "not finite"),
+        (NoEntropy, "entropy is given", "gives none"),
+        (RaisingReward, "rewards arrive", "rewards() of RaisingReward raised KeyError: 'answer'"),
+    ],
+)
+def test_faults_that_would_otherwise_crash_are_told(kind, name, says):
+    assert says in failed_checks(kind)[name]
+
+
+def test_preflight_leaves_buffers_and_modes_as_they_were():
+    setup = set_up(replace(recipe(), workload=BrokenConfig(kind=RunningNorm)))
+    preflight(setup.workload, state=setup.state, shape=setup.shape, config=setup.config, comm=setup.comm)
+    assert setup.workload.policy.seen.item() == 0
+    assert setup.workload.policy.training
+    assert not setup.workload.policy.body.training
 
 
 @pytest.mark.parametrize(
@@ -87,3 +149,6 @@ def test_training_does_not_start_on_a_failed_check(tmp_path):
 def test_refusal_names_only_what_failed():
     checks, _ = check(recipe())
     refuse_failures(checks)
+    broken = [*checks, Check("the moon is full", False, "wait for it.")]
+    with pytest.raises(UserError, match=r"^Preflight failed\. the moon is full: wait for it\. \(--no-preflight"):
+        refuse_failures(broken)

@@ -1,15 +1,19 @@
 import json
 import shutil
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+import torch
 from fakes import TinyConfig, recipe
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.train.checkpoint import read_meta
+from groupwise.train.checkpoint import read_meta, restore
 from groupwise.train.config import differing_fields, to_dict, with_values
 from groupwise.train.folder import RunFolder, read_lines
+from groupwise.train.run import set_up
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 
@@ -123,7 +127,7 @@ def test_a_failing_reward_stops_the_run_and_loses_nothing(tmp_path):
             def rewards(rollouts):
                 calls.append(1)
                 terms = judge(rollouts)
-                if len(calls) <= 3:
+                if len(calls) <= 4:  # preflight looks at them once
                     return terms
                 return gw.Terms(
                     {"share": terms.values["share"] * float("nan")}, {"share": "raised OSError: judge down"}
@@ -164,8 +168,110 @@ def test_tensorboard_receives_the_figures(tmp_path):
     )
 
 
+def test_evaluation_uses_the_average_and_comes_when_asked(tmp_path):
+    config = config_in(tmp_path / "a", run={"eval_every": 3})
+    gw.train(config)
+    evaluation = json.loads((tmp_path / "a" / "eval.json").read_text())
+    assert list(evaluation) == ["before", "step 3", "step 6", "after"]
+    setup = set_up(config)
+    restore(tmp_path / "a" / "checkpoints" / "step-000006", setup.state)
+    own = setup.workload.evaluate()
+    with setup.state.ema.borrowed(setup.workload.policy):
+        average = setup.workload.evaluate()
+    assert evaluation["after"] == average
+    assert any(
+        (weight - setup.state.ema.average[name]).abs().max() > 1e-3
+        for name, weight in setup.workload.policy.named_parameters()
+    )
+    assert set(own) == set(average)
+
+
+def test_the_advantage_that_was_asked_for_is_the_one_that_trains(tmp_path):
+    samples = {}
+    for kind in ("centred", "leave_one_out"):
+        gw.train(
+            config_in(tmp_path / kind, steps=1, advantage=gw.AdvantageConfig(kind=kind), run={"samples_per_step": 32})
+        )
+        samples[kind] = [entry["advantage"] for entry in read_lines(tmp_path / kind / "samples.jsonl")]
+    assert samples["leave_one_out"] == pytest.approx([4 / 3 * value for value in samples["centred"]])
+    assert any(samples["centred"])
+
+
+def test_torchs_own_generator_depends_on_seed_and_step_alone(tmp_path):
+    drawn = {}
+    built = TinyConfig.build
+    for name, steps in (("long", 4), ("short", 2)):
+
+        def build(self, device, name=name):
+            workload = built(self, device)
+            act = workload.rollout
+            workload.rollout = lambda rows: drawn.setdefault((name, rows.step), torch.rand(3).tolist()) and act(rows)
+            return workload
+
+        listening = type("Listening", (TinyConfig,), {"build": build})
+        gw.train(config_in(tmp_path / name, steps=steps, workload=listening(), run={"preflight": name == "long"}))
+    assert drawn["long", 1] == drawn["short", 1]
+    assert drawn["long", 1] != drawn["long", 2]
+
+
+def test_weights_that_are_no_longer_finite_stop_the_run(tmp_path):
+    built = TinyConfig.build
+
+    class Huge(TinyConfig):
+        def build(self, device):
+            workload = built(self, device)
+            workload.policy.register_parameter("spare", torch.nn.Parameter(torch.tensor([3e38])))
+            return workload
+
+    config = config_in(tmp_path / "a", workload=Huge(dtype="float32"), run={"preflight": False})
+    decaying = replace(config.optimiser, learning_rate=900.0, weight_decay=900.0, schedule="constant")
+    with pytest.raises(UserError, match="made weights that are not finite"):
+        gw.train(replace(config, optimiser=decaying))
+    assert not list((tmp_path / "a").glob("checkpoints/step-*"))
+
+
+def test_a_crash_in_users_code_saves_what_was_done_and_keeps_the_traceback(tmp_path):
+    built = TinyConfig.build
+
+    class Crashes(TinyConfig):
+        def build(self, device):
+            workload = built(self, device)
+            score, calls = workload.score, []
+
+            def crash_late(part):
+                calls.append(1)
+                if len(calls) > 20:
+                    raise KeyError("cond2")
+                return score(part)
+
+            workload.score = crash_late
+            return workload
+
+    config = config_in(tmp_path / "a", workload=Crashes(), run={"checkpoint_every": 100})
+    config = replace(config, optimiser=replace(config.optimiser, updates_per_rollout=1))
+    with pytest.raises(UserError, match=r"score\(\) of TinyWorkload raised KeyError: 'cond2' \(.*test_run.py:\d+\)"):
+        gw.train(config)
+    (checkpoint,) = (tmp_path / "a" / "checkpoints").glob("step-*")
+    assert int(checkpoint.name[5:]) == len(read_lines(tmp_path / "a" / "metrics.jsonl")) > 0
+    assert "crash_late" in (tmp_path / "a" / "error.txt").read_text()
+
+
 def test_configs_survive_json():
     config = replace(recipe(), reward=gw.RewardConfig(weights={"share": 2.0}), run=gw.RunConfig(trackers=("wandb",)))
     plain = json.loads(json.dumps(to_dict(config)))
     assert with_values(recipe(), plain) == config
     assert differing_fields(to_dict(config), plain) == []
+
+
+@dataclass(frozen=True)
+class WithOddFields(TinyConfig):
+    reward: Callable[..., float] = len
+    data: Path = Path("/a")
+    cache: Path | None = None
+
+
+def test_functions_and_paths_in_a_config_survive_too():
+    config = replace(recipe(), workload=WithOddFields(data=Path("/b"), cache=Path("/c")))
+    plain = json.loads(json.dumps(to_dict(config)))
+    assert plain["workload"]["reward"] == "builtins:len"
+    assert with_values(replace(recipe(), workload=WithOddFields()), plain) == config

@@ -19,7 +19,7 @@ from groupwise.train.update import Comparison, update
 LOSSES = {
     "clipped": LossConfig(kl=0.1, entropy=0.02),
     "per rollout": LossConfig(ratio="rollout", denominator="rollouts", clip_low=0.3, clip_high=0.4),
-    "constant": LossConfig(denominator="constant", kl=0.1),
+    "constant": LossConfig(denominator="constant", constant=50.0, kl=0.1),
     "policy gradient": LossConfig(kind="policy_gradient"),
     "ranking": LossConfig(kind="ranking"),
 }

@@ -2,6 +2,7 @@ import asyncio
 import math
 import time
 
+import numpy as np
 import pytest
 import torch
 
@@ -36,6 +37,13 @@ def test_async_functions_run_together():
     assert time.perf_counter() - begun < 1.0  # one after the other would take 2 s
 
 
+def test_inside_a_running_event_loop_as_in_a_notebook():
+    async def cell():
+        return judge({"length": length, "slow": slow_length}, PROMPTS, COMPLETIONS)
+
+    assert asyncio.run(cell()).values["slow"].tolist() == [1, 2, 3]
+
+
 def test_a_function_that_raises_leaves_its_own_term_missing_with_the_reason():
     def broken(prompts, completions, **columns):
         raise ZeroDivisionError("no words")
@@ -56,6 +64,8 @@ def test_none_nan_and_infinity_are_missing(odd):
 
 def test_tensors_are_taken_too():
     terms = judge({"r": lambda prompts, completions: torch.tensor([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
+    assert terms.values["r"].tolist() == [1, 2, 3]
+    terms = judge({"r": lambda prompts, completions: np.array([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
     assert terms.values["r"].tolist() == [1, 2, 3]
 
 

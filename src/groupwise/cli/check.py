@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from groupwise.cli.main import print_json
+from groupwise.cli.output import print_json, quiet_stdout
 from groupwise.cli.recipe import read_config
 
 DESCRIPTION = (
@@ -20,7 +20,8 @@ def run(words: list[str], as_json: bool) -> int:
     from groupwise.train.run import check
     from groupwise.train.screen import check_table
 
-    checks, is_main = check(config)
+    with quiet_stdout(as_json):
+        checks, is_main = check(config)
     disconnect()
     passed = all(check.passed for check in checks)
     if is_main and as_json:

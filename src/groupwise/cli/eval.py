@@ -8,7 +8,7 @@ from pathlib import Path
 
 import tyro
 
-from groupwise.cli.main import print_json
+from groupwise.cli.output import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
 from groupwise.train.config import Config, with_values
@@ -24,17 +24,20 @@ class EvalArguments:
 
 
 def run(words: list[str], as_json: bool) -> int:
-    arguments = tyro.cli(EvalArguments, args=words, prog="groupwise eval")
+    arguments = parse(EvalArguments, words, prog="groupwise eval")
     folder = RunFolder(arguments.run_dir)
     config = config_of_run(folder)
+    from groupwise.dist.comm import disconnect
     from groupwise.train.run import evaluate
 
-    step, figures = evaluate(config, folder, lambda text: print(f"Warning: {text}", file=sys.stderr))
-    if as_json:
-        print_json({"run_dir": str(folder.path), "step": step, "figures": figures})
-    else:
-        print(f"{folder.path} after step {step}")
-        for name, value in figures.items():
+    with quiet_stdout(as_json):
+        found = evaluate(config, folder, lambda text: print(f"Warning: {text}", file=sys.stderr))
+    disconnect()
+    if found.is_main and as_json:
+        print_json({"run_dir": str(folder.path), "step": found.step, "figures": dict(found.figures)})
+    elif found.is_main:
+        print(f"{folder.path} after step {found.step}{'' if found.figures else ': its workload has no evaluate()'}")
+        for name, value in found.figures.items():
             print(f"  {name:<32} {value:.4f}")
     return 0
 

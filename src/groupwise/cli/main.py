@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
 
 from groupwise import __version__
+from groupwise.cli.output import ArgumentError, print_json
 from groupwise.cli.words import OTHER_NAMES, translate
 from groupwise.core.errors import UserError
 
@@ -30,7 +29,7 @@ usage: groupwise COMMAND ... [--json]
   groupwise train examples/doors.py                        train, into runs/doors
   groupwise train examples/doors.py --group-size 16 --help every field, with its meaning
   groupwise train examples/doors.py --resume               go on where it stopped
-  accelerate launch --num-processes 4 -m groupwise train examples/doors.py
+  torchrun --nproc-per-node 4 -m groupwise train examples/doors.py    (or accelerate launch, on GPUs and NPUs)
   groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
 
 `groupwise COMMAND --help` explains a command. `--json` prints exactly one JSON object on stdout; all else goes to
@@ -51,6 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     as_json = "--json" in words
     words, remarks = translate([word for word in words if word != "--json"])
+    if not words:
+        return _fail("There is no command. See `groupwise --help`.", as_json, code=2)
     for remark in remarks:
         print(remark, file=sys.stderr)
     return _run(words, as_json)
@@ -59,21 +60,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str], as_json: bool) -> int:
     try:
         return _command(words[0])(list(words[1:]), as_json)
+    except ArgumentError as error:
+        return _fail(str(error), as_json, code=2)
     except UserError as error:
         print(f"groupwise{_rank()}: {error}", file=sys.stderr)
-        _print_error(str(error), as_json)
-        return 2
-    except SystemExit as leaving:  # tyro has said what is wrong with the arguments
-        code = leaving.code if isinstance(leaving.code, int) else 2
-        if code:
-            _print_error("The arguments cannot be used; the reason is on stderr.", as_json)
-        return code
+        return _fail(str(error), as_json, code=2)
+    except SystemExit as leaving:  # help was asked for and given
+        return leaving.code if isinstance(leaving.code, int) else 0
     except BrokenPipeError:  # the reader of our output, such as `head`, has left
         sys.stdout = None
         return 0
     except KeyboardInterrupt:
-        print("groupwise: stopped; the last checkpoint stands. Continue with --resume.", file=sys.stderr)
-        return 130
+        stopped = "Stopped at once. --resume continues from the newest checkpoint, or from the start if there is none."
+        print(f"groupwise{_rank()}: {stopped}", file=sys.stderr)
+        return _fail(stopped, as_json, code=130)
+    except Exception as error:
+        _fail(f"{type(error).__name__}: {error}", as_json, code=1)
+        raise
 
 
 def _command(name: str) -> Callable[[list[str], bool], int]:
@@ -88,10 +91,7 @@ def _rank() -> str:
     return f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
 
 
-def _print_error(message: str, as_json: bool) -> None:
+def _fail(message: str, as_json: bool, *, code: int) -> int:
     if as_json:
         print_json({"error": message})
-
-
-def print_json(content: dict[str, Any]) -> None:
-    print(json.dumps(content))
+    return code

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
-from groupwise.cli.main import print_json
+from groupwise.cli.output import parse, print_json
+from groupwise.core.errors import require
 from groupwise.core.shape import Shape
 
 if TYPE_CHECKING:
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
 _MOST_LINES = 24
+_MOST_PASSES = 8
+_MOST_MEMBERS = 16
 _PLENTY = 10**12  # without a dataset, none is too small
 
 
@@ -47,8 +49,9 @@ class PlaceArguments:
 
 
 def run(words: list[str], as_json: bool) -> int:
-    words = ["--conditions" if word == "--conditions-per-step" else word for word in words]
-    arguments = tyro.cli(PlaceArguments, args=words, prog="groupwise place")
+    words = [word.replace("--conditions-per-step", "--conditions") for word in words]
+    arguments = parse(PlaceArguments, words, prog="groupwise place")
+    require(arguments.step >= 0, "step", arguments.step, "0 or more")
     shape = Shape(
         conditions=_PLENTY if arguments.dataset is None else arguments.dataset,
         conditions_per_step=arguments.conditions,
@@ -137,19 +140,23 @@ def _map(placed: Placement) -> RenderableType:
     shape = placed.shape
     table = Table(title="Map", title_justify="left", caption_justify="left")
     table.add_column("rank", justify="right")
-    for nth in range(shape.passes):
+    for nth in range(min(shape.passes, _MOST_PASSES)):
         table.add_column(f"pass {nth}")
     first = int(placed.group.min())
     for rank in range(min(shape.ranks, _MOST_LINES)):
         cells = []
-        for part in placed.of(rank).passes():
+        for part in islice(placed.of(rank).passes(), _MOST_PASSES):
             cell = Text()
-            for group, member in zip((part.group - first).tolist(), part.member.tolist(), strict=True):
+            shown = islice(zip((part.group - first).tolist(), part.member.tolist(), strict=True), _MOST_MEMBERS)
+            for group, member in shown:
                 cell.append(f"{label(group)}{member}", style=f"black on {_COLOURS[group % len(_COLOURS)]}").append(" ")
             cells.append(cell)
         table.add_row(str(rank), *cells)
-    if shape.ranks > _MOST_LINES:
-        table.caption = f"... and {shape.ranks - _MOST_LINES} more ranks (all of them with --json)"
+    more = {"ranks": shape.ranks - _MOST_LINES, "passes": shape.passes - _MOST_PASSES}
+    more["rows in each pass"] = shape.rows_per_pass - _MOST_MEMBERS
+    left_out = [f"{count} more {what}" for what, count in more.items() if count > 0]
+    if left_out:
+        table.caption = f"... and {', '.join(left_out)} (all of them with --json)"
     return table
 
 
@@ -168,8 +175,8 @@ def _group_table(placed: Placement) -> RenderableType:
             label(nth),
             str(int(placed.condition[seats[0]])),
             str(touched[nth]),
-            " ".join(f"{rank}.{pass_}.{slot}" for rank, pass_, slot in where),
-            " ".join(map(str, seats.tolist())),
+            " ".join(f"{rank}.{pass_}.{slot}" for rank, pass_, slot in islice(where, _MOST_MEMBERS)),
+            " ".join(map(str, seats[:_MOST_MEMBERS].tolist())) + (" ..." if len(seats) > _MOST_MEMBERS else ""),
         )
     if len(touched) > _MOST_LINES:
         table.caption = f"... and {len(touched) - _MOST_LINES} more groups (all of them with --json)"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import tyro
-
+from groupwise.cli.output import parse
 from groupwise.core.errors import UserError
 from groupwise.recipes import HOW_TO_NAME, RECIPES, load_recipe
 from groupwise.train.config import Config
@@ -16,23 +15,22 @@ def read_config(command: str, words: list[str], description: str) -> Config:
         if "-h" in words or "--help" in words:
             _teach(command, description)
         raise UserError(f"`groupwise {command}` needs a recipe: groupwise {command} RECIPE. {HOW_TO_NAME}")
+    if any(word.split("=")[0] == "--ranks" for word in words):
+        raise UserError(
+            "--ranks is not a field of a recipe: there are as many ranks as the launcher starts. Use `torchrun"
+            f" --nproc-per-node N -m groupwise {command} ...`, or `accelerate launch` with --num-processes N."
+        )
     config = load_recipe(words[0])
-    return tyro.cli(
-        Config,
-        default=config,
-        args=words[1:],
-        prog=f"groupwise {command} {words[0]}",
-        description=description,
-    )
+    return parse(Config, words[1:], prog=f"groupwise {command} {words[0]}", description=description, default=config)
 
 
 def _teach(command: str, description: str) -> None:
     """Help for no recipe in particular: how to name one, and the fields that all of them have."""
     built_in = f"Built-in recipes: {', '.join(RECIPES)}.\n\n" if RECIPES else ""
-    tyro.cli(
+    parse(
         Config,
+        ["--help"],
         default=Config(WorkloadConfig()),
-        args=["--help"],
         prog=f"groupwise {command} RECIPE",
         description=f"{description}\n\n{HOW_TO_NAME}\n\n{built_in}"
         f"These fields every recipe has; `groupwise {command} RECIPE --help` shows its own too, with its defaults.",

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from groupwise.cli.main import print_json
+from groupwise.cli.output import print_json, quiet_stdout
 from groupwise.cli.recipe import read_config
 from groupwise.train.folder import RunFolder
 
@@ -28,7 +28,8 @@ def run(words: list[str], as_json: bool) -> int:
     from groupwise.dist.comm import disconnect
     from groupwise.train.run import train
 
-    summary = train(config)
+    with quiet_stdout(as_json):
+        summary = train(config)
     disconnect()
     if summary.is_main:
         if as_json:

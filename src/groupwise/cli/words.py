@@ -20,10 +20,13 @@ _OURS = {other: ours for ours, others in OTHER_NAMES.items() for other in others
 
 def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments in our words, and a remark for each that was in others'."""
-    translated, remarks = [], []
+    translated: list[str] = []
+    remarks = []
     for argument in arguments:
         flag, equals, value = argument.partition("=")
-        ours = _OURS.get(flag.replace("_", "-")) or OTHER_PLACEMENTS.get(flag.replace("-", "_"), flag)
+        ours = _OURS.get(flag.replace("_", "-"), flag)
+        if translated[-1:] == ["--placement"]:
+            ours = OTHER_PLACEMENTS.get(flag.replace("-", "_"), flag)
         if ours != flag:
             remarks.append(f"{flag} is called {ours} here.")
         translated.append(ours + equals + value)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import require, require_types
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,10 @@ class RewardConfig:
     rollouts miss theirs."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.max_missing_share <= 1, "reward.max_missing_share", self.max_missing_share, "from 0 to 1")
+        require_types(self, "reward.")
+        require(0 <= self.max_missing_share <= 1, "reward.max_missing_share", self.max_missing_share, "from 0 to 1")
         for name, weight in self.weights.items():
-            _require(math.isfinite(weight), f"reward.weights.{name}", weight, "a finite number")
+            require(math.isfinite(weight), f"reward.weights.{name}", weight, "a finite number")
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class AdvantageConfig:
     """Largest absolute advantage (flow models use 5); None for no limit."""
 
     def __post_init__(self) -> None:
-        _require(self.eps >= 0, "advantage.eps", self.eps, "0 or more")
-        _require(self.clip is None or self.clip > 0, "advantage.clip", self.clip, "above 0, or None")
+        require_types(self, "advantage.")
+        require(self.eps >= 0, "advantage.eps", self.eps, "0 or more")
+        require(self.clip is None or self.clip > 0, "advantage.clip", self.clip, "above 0, or None")
 
 
 @dataclass(frozen=True)
@@ -54,19 +56,18 @@ class LossConfig:
     """Mean over all decisions of the step (DAPO); over each rollout, then over rollouts (GRPO); or the sum divided by
     `constant` (Dr. GRPO)."""
     constant: float | None = None
-    """What the sum is divided by with denominator 'constant'; None takes trained rollouts x widest rollout."""
+    """What the sum is divided by with denominator 'constant': rollouts per step x longest rollout allowed, usually."""
     kl: float = 0.0
     """Weight of the KL divergence from the reference policy (k3 estimator); 0 switches it off."""
     entropy: float = 0.0
     """Weight of the entropy bonus; 0 switches it off."""
 
     def __post_init__(self) -> None:
-        _require(0 <= self.clip_low <= 1, "loss.clip_low", self.clip_low, "from 0 to 1")
-        _require(self.clip_high >= 0, "loss.clip_high", self.clip_high, "0 or more")
-        _require(self.constant is None or self.constant > 0, "loss.constant", self.constant, "above 0, or None")
-        _require(self.kl >= 0, "loss.kl", self.kl, "0 or more")
-
-
-def _require(holds: bool, name: str, value: object, rule: str) -> None:
-    if not holds:
-        raise UserError(f"{name} is {value}: it must be {rule}.")
+        require_types(self, "loss.")
+        require(0 <= self.clip_low <= 1, "loss.clip_low", self.clip_low, "from 0 to 1")
+        require(self.clip_high >= 0, "loss.clip_high", self.clip_high, "0 or more")
+        constant_rule = "above 0 with loss.denominator 'constant', and None otherwise"
+        given = self.constant is not None and self.constant > 0
+        require(given == (self.denominator == "constant"), "loss.constant", self.constant, constant_rule)
+        require(0 <= self.kl < math.inf, "loss.kl", self.kl, "0 or more")
+        require(0 <= self.entropy < math.inf, "loss.entropy", self.entropy, "0 or more")

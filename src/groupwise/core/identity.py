@@ -52,4 +52,9 @@ def _as_bytes(part: Content) -> bytes:
     if isinstance(part, Tensor):
         raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         return f"{part.dtype}{tuple(part.shape)}".encode() + raw.numpy().tobytes()
+    if part is not None and not isinstance(part, str | int | float):
+        raise UserError(
+            f"group_id() was given {type(part).__name__}: it takes strings, bytes, numbers, tensors and None. Turn"
+            " arrays into tensors and pass the entries of a list one by one."
+        )
     return repr(part).encode()

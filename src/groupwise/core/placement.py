@@ -124,13 +124,26 @@ class Placement:
 def place(shape: Shape, *, seed: int, step: int) -> Placement:
     """The placement of any step, asked for directly."""
     conditions = conditions_of_step(seed, step, conditions=shape.conditions, per_step=shape.conditions_per_step)
-    seats = _seat_function(shape.kind)(shape, seed, step)
+    seats = _seats(shape, seed, step)
     _check_is_permutation(seats, shape)
     rollout = torch.empty_like(seats)
     rollout[seats] = torch.arange(shape.rollouts_per_step)
     nth_group, member = rollout // shape.group_size, rollout % shape.group_size
     group = step * shape.conditions_per_step + nth_group
     return Placement(shape, seed, step, group, member, conditions[nth_group])
+
+
+def _seats(shape: Shape, seed: int, step: int) -> Seats:
+    function = _seat_function(shape.kind)
+    if shape.kind in KINDS:
+        return function(shape, seed, step)
+    try:
+        return torch.as_tensor(function(shape, seed, step))
+    except Exception as error:
+        raise UserError(
+            f"placement '{shape.kind}' raised {type(error).__name__}: {error}. It is called with (shape, seed,"
+            " step) and returns a seat for every rollout."
+        ) from error
 
 
 def _seat_function(kind: str) -> SeatFunction:

@@ -25,8 +25,7 @@ def normal(
     seed: Key, step: Key, group: Key, member: Key, decision: Key = 0, element: Key = 0
 ) -> Float[Tensor, "*batch"]:
     """Standard normal numbers, in float64, by the inverse of the normal distribution function."""
-    bits = random_bits(seed, step, group, member, decision, element)
-    return torch.special.ndtri(to_uniform(bits) + 2.0**-54)
+    return to_normal(random_bits(seed, step, group, member, decision, element))
 
 
 def random_bits(*keys: Key) -> Int64[Tensor, "*batch"]:
@@ -41,6 +40,12 @@ def random_bits(*keys: Key) -> Int64[Tensor, "*batch"]:
 def to_uniform(bits: Int64[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     """The upper 53 bits as a number in [0, 1)."""
     return (bits >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53
+
+
+def to_normal(bits: Int64[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+    """The upper 52 bits as the middle of one of 2^52 equal slices of (0, 1), never 0 or 1; then the inverse."""
+    middles = ((bits >> 12 & (1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
+    return torch.special.ndtri(middles)
 
 
 def _mix(x: Key) -> Key:

@@ -31,7 +31,8 @@ def weigh(terms: Terms, config: RewardConfig) -> Rewards:
     for name, values in terms.values.items():
         weight = config.weights.get(name, 1.0)
         if weight:
-            total = total + weight * values.double().cpu()
+            total = total + weight * values.cpu().double()
+    total = total.masked_fill(~total.isfinite(), torch.nan)
     missing = int(total.isnan().sum())
     if missing > config.max_missing_share * rows:
         raise UserError(_too_many_missing(terms, missing, rows, config))

@@ -69,9 +69,9 @@ def _broken_dataset_rules(shape: Shape) -> Iterator[str]:
         )
     elif conditions % per_step and conditions < 2 * per_step - 1:
         yield (
-            f"The dataset holds {conditions} conditions and conditions_per_step is {per_step}: a step that spans two"
-            f" epochs would have to draw a condition twice. Below {2 * per_step - 1} conditions, conditions_per_step"
-            " must divide them."
+            f"The dataset holds {conditions} conditions and conditions_per_step is {per_step}: with fewer than"
+            f" {2 * per_step - 1} conditions, conditions_per_step must divide them, because a step that spans two"
+            " epochs could repeat a condition."
         )
 
 
@@ -107,8 +107,12 @@ def _remedy(shape: Shape) -> str:
 def nearest_fitting(shape: Shape, name: str) -> list[int]:
     """The nearest value below and above the present one with which the whole shape fits, the rest unchanged."""
     value = getattr(shape, name)
-    ceiling = value + max(shape.ranks * shape.rows_per_pass, shape.group_size, shape.conditions_per_step)
-    below = next((v for v in range(value - 1, 0, -1) if _fits(shape, name, v)), None)
+    floor, ceiling = value - 1, value + max(shape.ranks * shape.rows_per_pass, shape.group_size, value)
+    if name == "conditions_per_step":
+        floor, ceiling = min(floor, shape.conditions), min(ceiling, shape.conditions)
+    elif shape.conditions < shape.conditions_per_step:
+        return []
+    below = next((v for v in range(floor, 0, -1) if _fits(shape, name, v)), None)
     above = next((v for v in range(value + 1, ceiling + 1) if _fits(shape, name, v)), None)
     return [v for v in (below, above) if v is not None]
 

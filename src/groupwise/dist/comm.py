@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import traceback
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,22 @@ class Comm:
         """Whether the flag is up on any rank."""
         return self.max(float(flag))[0] > 0
 
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """What fails on one rank fails on all of them with the same message, so that nobody is left waiting.
+
+        Inside runs what a user wrote; whatever it raises is told as theirs to mend, with the line it came from.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
+            failure = error
+        message = None if failure is None else _told(failure, what)
+        if self.any(message is not None):
+            first = next(found for found in self.gather_objects([message]) if found is not None)
+            raise UserError(first) from failure
+
     def from_main(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.ranks == 1:
@@ -90,6 +108,16 @@ class Comm:
         packed = torch.tensor(numbers, dtype=_widest_float(self.device), device=self.device)
         dist.all_reduce(packed, op=operation)
         return [float(number) for number in packed.tolist()]
+
+
+def _told(error: Exception, what: str) -> str:
+    """An error of the user's own code in a sentence: what was called, what it raised, and where."""
+    if isinstance(error, UserError):
+        return str(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "groupwise" not in frame.filename]
+    place = f" ({(own or frames)[-1].filename}:{(own or frames)[-1].lineno})" if frames else ""
+    return f"{what} raised {type(error).__name__}: {error}{place}."
 
 
 def connect() -> Comm:

@@ -17,12 +17,6 @@ class Trackers:
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]):
         self._accelerator: Accelerator | None = None
-        for name in names:
-            if find_spec(name) is None:
-                raise UserError(
-                    f"trackers names '{name}', which is not installed. Install it with `pip install {name}`, or leave"
-                    " it out: metrics.jsonl holds the same figures."
-                )
         if names:
             self._accelerator = Accelerator(log_with=list(names), project_dir=folder)
             named = {name: {"name": folder.name} for name in names if name != "tensorboard"}
@@ -35,6 +29,16 @@ class Trackers:
     def close(self) -> None:
         if self._accelerator:
             self._accelerator.end_training()
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Refuse a tracker that is not there, before anything is written."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(
+                f"trackers names '{name}', which is not installed. Install it with `pip install {name}`, or leave it"
+                " out: metrics.jsonl holds the same figures."
+            )
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:

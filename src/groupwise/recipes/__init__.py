@@ -6,6 +6,9 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -35,6 +38,8 @@ def load_recipe(name: str) -> Config:
         hint = f" Did you mean '{close[0]}'?" if close else ""
         raise UserError(f"There is no recipe '{name}'.{hint} {known} {HOW_TO_NAME}")
     config = _call(module, function_name or "recipe", name)
+    if module_name.endswith(".py"):  # found again from any folder
+        name = ":".join([str(Path(module_name).resolve()), *filter(None, [function_name])])
     return dataclasses.replace(config, recipe=name)
 
 
@@ -44,21 +49,42 @@ def _from_file(path: Path, name: str) -> ModuleType:
         raise UserError(f"There is no file {path} for recipe '{name}'. Check the path, relative to {Path.cwd()}.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.resolve().parent))  # its neighbours can be imported, as from a script
+    with _told(f"The file {path}"):
+        spec.loader.exec_module(module)
     return module
 
 
 def _from_module(module: str, name: str) -> ModuleType:
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise UserError(f"Recipe '{name}' cannot be imported: {error}. {HOW_TO_NAME}") from error
+        with _told(f"The module {module}"):
+            return importlib.import_module(module)
+    except UserError as error:
+        raise UserError(f"Recipe '{name}' cannot be imported. {error} {HOW_TO_NAME}") from error
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Whatever a user's file raises is theirs to mend: say what, and where."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{what} has a syntax error: {error.msg} ({error.filename}:{error.lineno}).") from error
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{frame.filename}:{frame.lineno}"
+        raise UserError(f"{what} raised {type(error).__name__}: {error} ({place}).") from error
 
 
 def _call(module: ModuleType, function: str, name: str) -> Config:
     if not hasattr(module, function):
         raise UserError(f"Recipe '{name}' names no function: {module.__name__} has no '{function}'. {HOW_TO_NAME}")
-    config = getattr(module, function)()
+    with _told(f"The recipe {function}() of {module.__name__}"):
+        config = getattr(module, function)()
     if not isinstance(config, Config):
         raise UserError(f"Recipe '{name}' returned {type(config).__name__}: it must return a groupwise.Config.")
     return config

@@ -28,11 +28,16 @@ def write_checkpoint(folder: Path, state: State, *, config: Mapping[str, Any], r
     """Save the state as `step-NNNNNN`; the newest `keep` stay."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state.step:06d}"
+    if final.exists():
+        if next(_damage(final), None) is None:
+            return final
+        _remove(final)
+    for leftover in (*folder.glob(".writing-*"), *folder.glob(".removing-*")):
+        shutil.rmtree(leftover)
     draft = folder / f".writing-{final.name}"
-    shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     parts = _parts(state)
-    meta = {
+    meta: dict[str, Any] = {
         "step": state.step,
         "updates": state.updates,
         "ranks": ranks,
@@ -43,13 +48,13 @@ def write_checkpoint(folder: Path, state: State, *, config: Mapping[str, Any], r
         },
         "sha256": {name: hashlib.sha256(raw).hexdigest() for name, raw in parts.items()},
     }
+    meta["sha256"][_META] = _hash_of_meta(meta)
     for name, raw in {**parts, _META: json.dumps(meta, indent=1).encode()}.items():
         _write_through(draft / name, raw)
-    if final.exists():
-        _remove(final)
+    _sync_folder(draft)
     draft.rename(final)
     _sync_folder(folder)
-    for old in _newest_first(folder)[keep:]:
+    for old in [path for path in _newest_first(folder) if _step(path) <= state.step][keep:]:
         _remove(old)
     return final
 
@@ -61,6 +66,11 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
         if damage is None:
             return path
         warn(f"Checkpoint {path} is damaged ({damage}); trying the one before it.")
+    if any(folder.glob("step-*")):
+        raise UserError(
+            f"Every checkpoint in {folder} is damaged, so there is nothing to resume from. Restore one from a backup,"
+            " or start anew with another --run-dir."
+        )
     return None
 
 
@@ -123,14 +133,27 @@ def _fill(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path)
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), key=lambda path: path.name, reverse=True)
+    return sorted(folder.glob("step-*"), key=_step, reverse=True)
+
+
+def _step(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _hash_of_meta(meta: Mapping[str, Any]) -> str:
+    """Of everything in the description but this hash itself."""
+    rest = {**meta, "sha256": {name: value for name, value in meta["sha256"].items() if name != _META}}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def _damage(path: Path) -> Iterator[str]:
     """What is wrong with a checkpoint, if anything."""
     try:
-        hashes = read_meta(path)["sha256"]
-    except (OSError, ValueError, KeyError) as error:
+        meta = read_meta(path)
+        hashes = dict(meta["sha256"])
+        if hashes.pop(_META) != _hash_of_meta(meta) or meta["step"] != _step(path):
+            yield f"{_META} is not what was written"
+    except (OSError, ValueError, KeyError, TypeError) as error:
         yield f"{_META} cannot be read: {error}"
         return
     for name, expected in hashes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.core.errors import UserError
+from groupwise.core.errors import require, require_types
 from groupwise.core.shape import Shape
 from groupwise.workloads.base import WorkloadConfig
 
@@ -21,7 +22,7 @@ class OptimiserConfig:
     learning_rate: float = 1e-3
     """Highest learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, down to 0 at the last update."""
+    """How the learning rate falls after the warm-up, towards 0 at the end of the run."""
     warmup_updates: int = 0
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.0
@@ -36,12 +37,18 @@ class OptimiserConfig:
     """Keep an average of the policy's weights with this decay; evaluation then uses it. None for none."""
 
     def __post_init__(self) -> None:
-        if self.learning_rate <= 0:
-            raise UserError(f"optimiser.learning_rate is {self.learning_rate}: it must be above 0 (1e-5 to 1e-2).")
-        if self.updates_per_rollout < 1:
-            raise UserError(f"optimiser.updates_per_rollout is {self.updates_per_rollout}: it must be at least 1.")
-        if self.ema_decay is not None and not 0 <= self.ema_decay < 1:
-            raise UserError(f"optimiser.ema_decay is {self.ema_decay}: it must be from 0 to below 1, or None.")
+        require_types(self, "optimiser.")
+        rules = {
+            "learning_rate": (0 < self.learning_rate < 1000, "above 0 and below 1000 (1e-6 to 1e-2 are common)"),
+            "warmup_updates": (self.warmup_updates >= 0, "0 or more"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
+            "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None"),
+            "updates_per_rollout": (self.updates_per_rollout >= 1, "at least 1"),
+            "ema_decay": (self.ema_decay is None or 0 <= self.ema_decay < 1, "from 0 to below 1, or None"),
+        }
+        for name, (holds, rule) in rules.items():
+            require(holds, f"optimiser.{name}", getattr(self, name), rule)
 
 
 @dataclass(frozen=True)
@@ -66,9 +73,10 @@ class RunConfig:
     """Check the set-up on the first pass before training."""
 
     def __post_init__(self) -> None:
-        for name, least in (("checkpoint_every", 1), ("keep_checkpoints", 1), ("threads", 1), ("eval_every", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}: it must be at least {least}.")
+        require_types(self)
+        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "eval_every": 0, "samples_per_step": 0}
+        for name, number in least.items():
+            require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,8 @@ class Config:
     recipe: tyro.conf.Suppress[str] = ""
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise UserError(f"steps is {self.steps}: it must be at least 1.")
+        require_types(self)
+        require(self.steps >= 1, "steps", self.steps, "at least 1")
         if self.group_size < 2:
             self.shape(conditions=max(self.conditions_per_step, 1))
 
@@ -111,7 +119,7 @@ class Config:
 
 
 FREE_ON_RESUME = ("steps", "rows_per_pass", "run", "recipe")
-"""Fields that may differ from the checkpoint's: they do not change what a step computes."""
+"""Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate falls."""
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -134,8 +142,8 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
             changed[entry.name] = with_values(present, value)
         elif isinstance(value, list):
             changed[entry.name] = tuple(value)
-        elif entry.name == "run_dir":
-            changed[entry.name] = Path(value) if value else None
+        elif "Path" in str(entry.type):
+            changed[entry.name] = Path(value) if value is not None else None
         elif _is_plain(present) or isinstance(present, Mapping):
             changed[entry.name] = value
     return dataclasses.replace(config, **changed)
@@ -161,6 +169,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(entry) for entry in value]
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
     return value if _is_plain(value) else str(value)
 
 

@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -38,6 +39,7 @@ class RunFolder:
             ) from error
         steps = len(self.metrics())
         if not resume and (steps or any(self.checkpoints.glob("step-*"))):
+            self.release()
             raise UserError(
                 f"The run folder {self.path} already holds a run ({steps} steps). Continue it with --resume, or choose"
                 " another with --run-dir."
@@ -56,16 +58,26 @@ class RunFolder:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """A JSON file, whole or not at all."""
-        _replace(self.path / name, json.dumps(content, indent=1) + "\n")
+        _replace(self.path / name, json.dumps(_finite(content), indent=1, default=_plain) + "\n")
 
     def append(self, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
         with (self.path / name).open("a") as file:
-            file.writelines(json.dumps(_finite(entry)) + "\n" for entry in entries)
+            file.writelines(json.dumps(_finite(entry), default=_plain) + "\n" for entry in entries)
 
     def read(self, name: str) -> dict[str, Any]:
         path = self.path / name
-        content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        except ValueError as error:
+            raise UserError(
+                f"{path} is damaged ({error}). Restore it, or delete it: eval.json is written anew by the next"
+                " evaluation, config.json by the next --resume."
+            ) from error
         return content
+
+    def explain(self, error: Exception) -> None:
+        """Leave the whole traceback of what stopped the run where a developer finds it."""
+        (self.path / "error.txt").write_text("".join(traceback.format_exception(error)))
 
     def metrics(self) -> list[dict[str, Any]]:
         return read_lines(self.path / "metrics.jsonl")
@@ -83,7 +95,14 @@ def _finite(value: Any) -> Any:
     """JSON has no NaN: a figure that does not exist is null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
     return {name: _finite(entry) for name, entry in value.items()} if isinstance(value, Mapping) else value
+
+
+def _plain(value: Any) -> Any:
+    """What JSON cannot write itself: tensors as lists, the rest as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.advantage import group_advantages
+from groupwise.core.errors import UserError
 from groupwise.core.identity import check_groups
 from groupwise.core.placement import Placement, place
 from groupwise.core.randomness import random_bits
@@ -42,7 +43,7 @@ def training_steps(workload: Workload, *, state: State, shape: Shape, config: Co
         rollouts = rollout(workload, placed, comm)
         group_ids = gather_ids(rollouts, placed, comm)
         laps.lap("rollout_s")
-        rewards = weigh(gather_terms(workload.rewards(rollouts), comm), config.reward)
+        rewards = weigh(judge(workload, rollouts, comm), config.reward)
         laps.lap("reward_s")
         advantages = group_advantages(rewards.total, group_ids, config.advantage)
         comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape))
@@ -55,12 +56,38 @@ def training_steps(workload: Workload, *, state: State, shape: Shape, config: Co
 
 @torch.no_grad()
 def rollout(workload: Workload, placed: Placement, comm: Comm) -> Rollouts:
-    """This rank's rollouts. Torch's own generator is set from (seed, step, rank) for policies that use dropout."""
-    torch.manual_seed(int(random_bits(placed.seed, placed.step, comm.rank)))
+    """This rank's rollouts. Torch's own generator is set from (seed, step), for policies that use it all the same."""
+    torch.manual_seed(int(random_bits(placed.seed, placed.step)))
     rows = placed.of(comm.rank)
-    rollouts = workload.rollout(rows)
-    assert len(rollouts) == len(rows), f"{len(rows)} rows were placed and {len(rollouts)} came back"
+    with comm.together(f"rollout() of {type(workload).__name__}"):
+        rollouts = workload.rollout(rows)
+        check_rollouts(rollouts, len(rows))
     return rollouts
+
+
+def check_rollouts(rollouts: Rollouts, rows: int) -> None:
+    """Refuse rollouts that the rest of the step could not use."""
+    if not isinstance(rollouts, Rollouts):
+        raise UserError(f"rollout() returned {type(rollouts).__name__}: it must return groupwise.Rollouts.")
+    logp, mask, ids = rollouts.logp, rollouts.mask, rollouts.group_ids
+    if logp.ndim != 2 or mask.shape != logp.shape or mask.dtype != torch.bool or ids.dtype != torch.int64:
+        raise UserError(
+            f"rollout() returned logp {tuple(logp.shape)}, mask {tuple(mask.shape)} of {mask.dtype} and group_ids of"
+            f" {ids.dtype}: logp and mask must be [rows, decisions], the mask of torch.bool, the ids of torch.int64."
+        )
+    counts = {"group_ids": len(ids), "logp": len(logp), **{name: len(c) for name, c in rollouts.data.items()}}
+    for name, count in counts.items():
+        if count != rows:
+            raise UserError(
+                f"rollout() returned {count} rows of {name} where {rows} were placed: it must return one entry for"
+                " every row, in their order."
+            )
+    broken = int((~logp.isfinite() & mask).any(1).sum())
+    if broken:
+        raise UserError(
+            f"{broken} of {rows} rollouts have a log-probability that is not finite. Either the policy's weights are no"
+            " longer finite (lower optimiser.learning_rate), or a decision was taken that the policy gives no chance."
+        )
 
 
 def gather_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> Tensor:
@@ -70,9 +97,19 @@ def gather_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> Tensor:
     return group_ids
 
 
-def gather_terms(terms: Terms, comm: Comm) -> Terms:
+def judge(workload: Workload, rollouts: Rollouts, comm: Comm) -> Terms:
     """The reward terms of the whole step in seat order."""
-    values = {name: comm.gather(column.double()) for name, column in terms.values.items()}
+    with comm.together(f"rewards() of {type(workload).__name__}"):
+        terms = workload.rewards(rollouts)
+        if not isinstance(terms, Terms):
+            raise UserError(f"rewards() returned {type(terms).__name__}: it must return groupwise.Terms.")
+        for name, column in terms.values.items():
+            if column.shape != (len(rollouts),):
+                raise UserError(
+                    f"Reward '{name}' has shape {tuple(column.shape)} for {len(rollouts)} rows: it must be one number a"
+                    " row."
+                )
+    values = {name: comm.gather(column.cpu().double()) for name, column in terms.values.items()}
     failures: dict[str, str] = {}
     if comm.any(bool(terms.failures)):
         for found in comm.gather_objects([dict(terms.failures)]):
@@ -101,14 +138,15 @@ def describe(
     mine = share(comm, placed.shape)
     rows = (nth[mine] < wanted).nonzero().flatten()
     seats = rows + mine.start
-    shown = workload.describe(rollouts.select(rows)) if len(rows) else []
+    with comm.together(f"describe() of {type(workload).__name__}"):
+        shown = workload.describe(rollouts.select(rows)) if len(rows) else []
     entries = [
         {
+            **details,
             "step": placed.step,
             "group": int(placed.group[seat]),
             "member": int(placed.member[seat]),
             "condition": int(placed.condition[seat]),
-            **details,
             "reward": _number(rewards.total[seat]),
             "rewards": {name: _number(column[seat]) for name, column in rewards.terms.values.items()},
             "advantage": _number(advantages.values[seat]),

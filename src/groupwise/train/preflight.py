@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.identity import group_id
 from groupwise.core.loss import kl_to_reference
-from groupwise.core.placement import place
+from groupwise.core.placement import Placement, place
+from groupwise.core.reward import weigh
 from groupwise.core.shape import Shape
-from groupwise.core.types import Rollouts
+from groupwise.core.types import Rollouts, Scored
 from groupwise.dist.comm import Comm
 from groupwise.train.config import Config
-from groupwise.train.loop import gather_ids, rollout
+from groupwise.train.loop import gather_ids, judge, rollout
 from groupwise.train.state import State, trainable_weights
 from groupwise.workloads.base import Workload
 
@@ -34,17 +34,28 @@ class Check:
 
 def preflight(workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm) -> list[Check]:
     """Try one pass of the coming step and look at it from all sides. Nothing of the run is changed."""
-    was_training = state.policy.training
+    buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
     placed = place(shape, seed=config.seed, step=state.step)
     checks = [_shapes_divide(shape), _parameters_agree(state, comm)]
     rollouts = rollout(workload, placed, comm)
-    checks.append(_passes("members share their condition", lambda: gather_ids(rollouts, placed, comm), shape))
+    checks.append(_passes("members share their condition", lambda: _groups_hold(rollouts, placed, comm)))
+    checks.append(_passes("rewards arrive", lambda: _rewards_seen(workload, rollouts, config, comm)))
     part = rollouts.select(torch.arange(min(len(rollouts), config.rows_per_pass)))
-    checks += [_ratio_is_one(workload, part, comm), _gradients_arrive(workload, part, state, comm)]
-    if config.loss.kl:
-        checks.append(_kl_has_gradient(workload, part, comm))
+    with comm.together(f"score() of {type(workload).__name__}"):
+        scored = workload.score(part)
+    checks.append(_ratio_is_one(scored, part, comm))
+    if scored.logp.shape == part.logp.shape:
+        checks.append(_gradients_arrive(scored, part, state, comm))
+    if config.loss.kl and scored.logp.shape == part.logp.shape:
+        checks.append(_kl_has_gradient(scored, part, comm))
+    if config.loss.entropy:
+        given = scored.entropy is not None
+        checks.append(
+            Check("entropy is given", given, "" if given else "score() gives none, but loss.entropy is above 0.")
+        )
     state.optimiser.zero_grad(set_to_none=True)
-    state.policy.train(was_training)
+    for name, buffer in state.policy.named_buffers():
+        buffer.copy_(buffers[name])
     return checks
 
 
@@ -66,7 +77,11 @@ def _shapes_divide(shape: Shape) -> Check:
 
 
 def _parameters_agree(state: State, comm: Comm) -> Check:
-    fingerprint = group_id(0, *[weight.data for weight in trainable_weights(state.policy).values()])
+    """Trainable weights are compared bit by bit; frozen ones and buffers by two sums, which is quick."""
+    trainable = [weight.data for weight in trainable_weights(state.policy).values()]
+    others = [tensor.float() for tensor in (*state.policy.parameters(), *state.policy.buffers())]
+    sums = torch.stack([torch.stack([tensor.sum(), tensor.abs().sum()]) for tensor in others])
+    fingerprint = group_id(0, *trainable, sums)
     everyone = comm.gather(torch.tensor([fingerprint]))
     strangers = (everyone != everyone[0]).nonzero().flatten().tolist()
     if strangers:
@@ -76,34 +91,51 @@ def _parameters_agree(state: State, comm: Comm) -> Check:
     return Check("parameters are equal on all ranks", True, f"{count:,} trainable numbers, {comm.ranks} ranks")
 
 
-def _passes(name: str, act: Callable[[], Tensor], shape: Shape) -> Check:
+def _passes(name: str, look: Callable[[], str]) -> Check:
     try:
-        act()
+        return Check(name, True, look())
     except UserError as error:
         return Check(name, False, str(error))
-    return Check(name, True, f"{shape.conditions_per_step} groups of {shape.group_size}, found by id")
 
 
-def _ratio_is_one(workload: Workload, part: Rollouts, comm: Comm) -> Check:
-    with torch.no_grad():
-        scored = workload.score(part)
-    gap = torch.where(part.mask, scored.logp - part.logp, torch.zeros_like(part.logp)).abs().max().item()
+def _groups_hold(rollouts: Rollouts, placed: Placement, comm: Comm) -> str:
+    gather_ids(rollouts, placed, comm)
+    return f"{placed.shape.conditions_per_step} groups of {placed.shape.group_size}, found by id"
+
+
+def _rewards_seen(workload: Workload, rollouts: Rollouts, config: Config, comm: Comm) -> str:
+    rewards = weigh(judge(workload, rollouts, comm), config.reward)
+    present = rewards.total[~rewards.total.isnan()]
+    return f"{', '.join(rewards.terms.values)}: {present.min():.3g} to {present.max():.3g}, {rewards.missing} missing"
+
+
+def _ratio_is_one(scored: Scored, part: Rollouts, comm: Comm) -> Check:
+    name = "ratio is 1 before the first update"
+    if scored.logp.shape != part.logp.shape:
+        detail = (
+            f"score() gives logp of shape {tuple(scored.logp.shape)} where rollout() gave {tuple(part.logp.shape)}."
+        )
+        return Check(name, False, detail)
+    gap = torch.where(part.mask, scored.logp.detach() - part.logp, torch.zeros_like(part.logp)).abs().max().item()
     gap = comm.max(float("inf") if math.isnan(gap) else gap)[0]
     allowed = RATIO_TOLERANCE[part.logp.dtype]
+    if math.isinf(gap):
+        return Check(name, False, "score() gives log-probabilities that are not finite for decisions that were taken.")
     if gap > allowed:
         detail = (
             f"recomputed log-probabilities differ from the sampled ones by up to {gap:.2g} (allowed {allowed:g}). Score"
             " with the same temperature, masks and dtype as in the rollout, and switch dropout off."
         )
-        return Check("ratio is 1 before the first update", False, detail)
-    return Check("ratio is 1 before the first update", True, f"largest difference {gap:.1g}")
+        return Check(name, False, detail)
+    return Check(name, True, f"largest difference {gap:.1g}")
 
 
-def _gradients_arrive(workload: Workload, part: Rollouts, state: State, comm: Comm) -> Check:
-    """A random mix of log-probabilities must reach every part of the policy that is to be trained."""
+def _gradients_arrive(scored: Scored, part: Rollouts, state: State, comm: Comm) -> Check:
+    """An uneven mix of log-probabilities must reach every part of the policy that is to be trained."""
     state.optimiser.zero_grad(set_to_none=True)
-    mix = torch.linspace(-1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
-    torch.where(part.mask, mix * workload.score(part).logp, torch.zeros_like(mix)).sum().backward()
+    if scored.logp.requires_grad:
+        mix = torch.linspace(1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
+        torch.where(part.mask, mix * scored.logp, torch.zeros_like(mix)).sum().backward(retain_graph=True)
     idle = sorted(set.intersection(*comm.gather_objects([set(_without_gradient(state))])))
     if idle:
         detail = (
@@ -129,15 +161,17 @@ def _without_gradient(state: State) -> Iterator[str]:
     yield from (child for child, has_moved in moved.items() if not has_moved)
 
 
-def _kl_has_gradient(workload: Workload, part: Rollouts, comm: Comm) -> Check:
+def _kl_has_gradient(scored: Scored, part: Rollouts, comm: Comm) -> Check:
     """k3 is flat where both policies agree, as they may at the start: a shifted reference must pull."""
     name = "KL has a gradient"
-    scored = workload.score(part)
     if scored.reference_logp is None:
         return Check(name, False, "loss.kl is above 0, but score() gives no reference_logp. Give one, or set it to 0.")
-    kl = kl_to_reference(scored.logp, scored.reference_logp + 0.5, part.mask, denominator=1.0)
-    if not kl.requires_grad:
-        return Check(name, False, "score() returns log-probabilities without a graph: do not call it under no_grad.")
-    (gradient,) = torch.autograd.grad(kl, scored.logp)
-    arrives = comm.any(bool(gradient.any()))
-    return Check(name, arrives, f"reference given for {part.mask.sum()} decisions" if arrives else "it is zero.")
+    pull = torch.zeros(1)
+    if scored.logp.requires_grad:
+        kl = kl_to_reference(scored.logp, scored.reference_logp + 0.5, part.mask, denominator=1.0)
+        (pull,) = torch.autograd.grad(kl, scored.logp, retain_graph=True)
+    arrives = comm.any(bool(pull.isfinite().all() and pull.any()))
+    detail = f"reference given for {part.mask.sum()} decisions"
+    return Check(
+        name, arrives, detail if arrives else "it is zero or not finite: look at reference_logp, and for no_grad."
+    )

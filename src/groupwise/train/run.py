@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,13 +14,14 @@ from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.shape import Shape
 from groupwise.dist.comm import Comm, connect
-from groupwise.dist.trackers import Trackers
+from groupwise.dist.trackers import Trackers, check_installed
 from groupwise.train.checkpoint import check_same_config, newest_good, restore, write_checkpoint
 from groupwise.train.config import Config, to_dict
 from groupwise.train.folder import RunFolder
 from groupwise.train.loop import Step, training_steps
 from groupwise.train.preflight import Check, preflight, refuse_failures
 from groupwise.train.screen import Screen
+from groupwise.train.signals import stop_signals
 from groupwise.train.state import State, new_state
 from groupwise.workloads.base import Workload
 
@@ -57,7 +56,12 @@ def set_up(config: Config) -> Setup:
     """Join the ranks, build the workload, and refuse what does not fit."""
     torch.set_num_threads(config.run.threads)
     comm = connect()
-    workload = config.workload.build(comm.device)
+    check_installed(config.run.trackers)
+    with comm.together(f"build() of {type(config.workload).__name__}"):
+        workload = config.workload.build(comm.device)
+        for name in ("policy", "conditions"):
+            if not hasattr(workload, name):
+                raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
     shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
     place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
     return Setup(config, comm, workload, shape, new_state(workload.policy, config.optimiser))
@@ -72,7 +76,6 @@ def train(config: Config) -> Summary:
     try:
         with Screen(
             steps=config.steps,
-            done=0,
             rollouts_per_step=setup.shape.rollouts_per_step,
             silent=not setup.comm.is_main,
         ) as screen:
@@ -91,21 +94,28 @@ def check(config: Config) -> tuple[list[Check], bool]:
     return checks, setup.comm.is_main
 
 
-def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> tuple[int, dict[str, float]]:
-    """The figures of a run's newest good checkpoint, and the step it stands at."""
+@dataclass(frozen=True)
+class Evaluation:
+    step: int
+    figures: Mapping[str, float]
+    is_main: bool
+
+
+def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> Evaluation:
+    """The figures of a run's newest good checkpoint."""
     setup = set_up(config)
     path = newest_good(folder.checkpoints, warn)
     if path is None:
         raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
     restore(path, setup.state)
-    _log_evaluation(setup, folder, None, f"step {setup.state.step}")
-    return setup.state.step, folder.read("eval.json").get(f"step {setup.state.step}", {})
+    figures = _log_evaluation(setup, folder, None, f"step {setup.state.step}")
+    return Evaluation(setup.state.step, figures, setup.comm.is_main)
 
 
 def run_dir(config: Config) -> Path:
     """Where the run lives: as the user said, or runs/ and the recipe's name."""
     if config.run.run_dir is not None:
-        return config.run.run_dir
+        return Path(config.run.run_dir)
     name = config.recipe.split(":")[0].removesuffix(".py").replace("\\", "/").rsplit("/", 1)[-1]
     return Path("runs") / (name or type(config.workload).__name__)
 
@@ -118,9 +128,15 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
     if path is not None:
         check_same_config(path, to_dict(config))
         restore(path, setup.state)
-        screen.say(f"Resuming {folder.path} after step {setup.state.step}.")
+        done = setup.state.step >= config.steps
+        screen.say(
+            f"{folder.path} has {setup.state.step} steps and --steps is {config.steps}: nothing is left to train."
+            if done
+            else f"Resuming {folder.path} after step {setup.state.step}."
+        )
     elif config.run.resume:
         screen.say(f"No checkpoint in {folder.path} yet: starting at step 0.")
+    screen.begin_at(setup.state.step)
     if comm.is_main:
         folder.rewind(setup.state.step)
         folder.write("config.json", to_dict(config))
@@ -140,23 +156,25 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
     if not state.step:
         _log_evaluation(setup, folder, trackers, "before")
     complete = state.updates
-    with _stop_signals(screen) as stop_asked:
+    with stop_signals(screen.say) as stop_asked:
         try:
             for step in training_steps(setup.workload, state=state, shape=setup.shape, config=config, comm=comm):
                 complete = state.updates
                 _log(step, folder, trackers, comm)
                 screen.step(step.step, step.figures)
                 stopping = comm.any(stop_asked())
-                if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
-                    _save(setup, folder)
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
                     _log_evaluation(setup, folder, trackers, f"step {state.step}")
+                if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
+                    _save(setup, folder)
                 if stopping:
                     screen.say(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
                     return True
             _log_evaluation(setup, folder, trackers, "after")
             return False
-        except UserError:
+        except Exception as error:
+            if comm.is_main:
+                folder.explain(error)
             if state.updates == complete and state.step:
                 _write_checkpoint(setup, folder)  # other ranks may not have failed: nobody is waited for
             raise
@@ -190,16 +208,18 @@ def _write_checkpoint(setup: Setup, folder: RunFolder) -> None:
 def _evaluate(setup: Setup) -> dict[str, float]:
     """The workload's own figures, on the averaged weights where there are any."""
     ema, policy = setup.state.ema, setup.state.policy
-    with ema.borrowed(policy) if ema else nullcontext(), torch.no_grad():
-        return dict(setup.workload.evaluate())
+    what = f"evaluate() of {type(setup.workload).__name__}"
+    with ema.borrowed(policy) if ema else nullcontext(), torch.no_grad(), setup.comm.together(what):
+        return {name: float(value) for name, value in setup.workload.evaluate().items()}
 
 
-def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str) -> None:
+def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str) -> dict[str, float]:
     figures = _evaluate(setup)
     if figures and setup.comm.is_main:
         folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
     if trackers:
         trackers.log({f"eval/{name}": value for name, value in figures.items()}, setup.state.step)
+    return figures
 
 
 def _on_main(comm: Comm, act: Callable[[], None]) -> None:
@@ -213,28 +233,6 @@ def _on_main(comm: Comm, act: Callable[[], None]) -> None:
     message = comm.from_main(message)
     if message:
         raise UserError(message)
-
-
-@contextmanager
-def _stop_signals(screen: Screen) -> Iterator[Callable[[], bool]]:
-    """Ctrl-C and SIGTERM finish the step and save; a second Ctrl-C leaves at once. Only a main thread gets signals."""
-    asked: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-
-    def on_signal(number: int, _frame: object) -> None:
-        if asked:
-            raise KeyboardInterrupt
-        asked.append(number)
-        screen.say("Stopping: finishing this step and writing a checkpoint. Once more to leave at once.")
-
-    previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield lambda: bool(asked)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> Summary:

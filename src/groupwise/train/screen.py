@@ -19,7 +19,7 @@ from groupwise.train.preflight import Check
 class Screen:
     """A live progress line in a terminal; a plain line now and then elsewhere. Silent on all ranks but the first."""
 
-    def __init__(self, *, steps: int, done: int, rollouts_per_step: int, silent: bool):
+    def __init__(self, *, steps: int, rollouts_per_step: int, silent: bool):
         self.console = Console(file=sys.stderr, quiet=silent)
         self._steps, self._rollouts = steps, rollouts_per_step
         self._live = not silent and self.console.is_terminal
@@ -34,7 +34,7 @@ class Screen:
             console=self.console,
             disable=not self._live,
         )
-        self._task = self._progress.add_task("train", total=steps, completed=done, figures="")
+        self._task = self._progress.add_task("train", total=steps, figures="")
         self._last = time.perf_counter()
 
     def __enter__(self) -> Self:
@@ -55,8 +55,12 @@ class Screen:
             f"  no spread {figures['zero_spread_share']:.0%}"
         )
         self._progress.update(self._task, completed=step + 1, figures=line)
-        if not self._live and ((step + 1) % self._every == 0 or step == 0):
+        if not self._live and ((step + 1) % self._every == 0 or step in (0, self._steps - 1)):
             self.say(f"step {step + 1}/{self._steps}  {line}")
+
+    def begin_at(self, step: int) -> None:
+        """A resumed run has some steps behind it, which say nothing about its speed."""
+        self._progress.reset(self._task, completed=step, figures="")
 
     def say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, soft_wrap=True)

@@ -2,46 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from groupwise.core.config import LossConfig
 from groupwise.core.errors import UserError
-from groupwise.core.loss import (
-    clipped_surrogate,
-    count_pairs,
-    denominators,
-    kl_to_reference,
-    masked_sum,
-    pairwise_ranking,
-    policy_gradient,
-    probability_ratio,
-    ranking_pulls,
-)
-from groupwise.core.types import Advantages, Rollouts, Scored
+from groupwise.core.loss import count_pairs, pairwise_ranking, ranking_pulls
+from groupwise.core.types import Advantages, Rollouts
 from groupwise.dist.comm import Comm
 from groupwise.train.config import Config
+from groupwise.train.objective import Totals, loss_of_pass, watch_ratio
 from groupwise.train.state import State, learning_rate
 from groupwise.workloads.base import Workload
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Counts over the whole step, all ranks: the only denominators there are."""
-
-    decisions: int
-    rollouts: int
-    widest: int
-    pairs: int
-
-    def of_rows(self, mask: Tensor, loss: LossConfig) -> Tensor:
-        constant = loss.constant if loss.constant is not None else float(max(1, self.rollouts * self.widest))
-        return denominators(
-            mask, loss.denominator, decisions=self.decisions, rollouts=self.rollouts, constant=constant
-        ).to(mask.device)
 
 
 @dataclass(frozen=True)
@@ -54,148 +29,128 @@ class Comparison:
     mine: slice
 
 
+@dataclass(frozen=True)
+class Batch:
+    """This rank's rows that can move something: their group has spread, their reward is there, they decided."""
+
+    rollouts: Rollouts
+    rows: Tensor
+    """Which of the rank's rows they are."""
+    totals: Totals
+
+    def passes(self, rows_per_pass: int) -> Iterator[tuple[Rollouts, Tensor]]:
+        """Cuts of the batch, and the numbers of their rows in it."""
+        for rows in torch.arange(len(self.rows)).split(rows_per_pass) if len(self.rows) else ():
+            yield self.rollouts.select(rows), rows
+
+
 def update(
     workload: Workload, rollouts: Rollouts, comparison: Comparison, *, state: State, config: Config, comm: Comm
 ) -> dict[str, float]:
     """Change the policy `updates_per_rollout` times; nothing at all where no group has spread."""
-    kept = comparison.advantages.trained[comparison.mine].nonzero().flatten()
-    batch = rollouts.select(kept)
-    totals = _count(batch, comparison, config, comm)
-    if not totals.decisions:
+    batch = _batch(rollouts, comparison, comm)
+    if not batch.totals.decisions:
         return {"trained_rollouts": 0.0}
     figures: dict[str, float] = {}
-    for _ in range(config.optimiser.updates_per_rollout):
-        strengths, extra = _strengths(workload, rollouts, comparison, config, comm, fresh=not figures)
-        figures = accumulate(workload, batch, strengths[kept], totals, config=config, comm=comm, state=state)
-        figures |= _apply(state, config) | extra
-    return figures | {"trained_rollouts": float(totals.rollouts)}
+    for nth in range(config.optimiser.updates_per_rollout):
+        strengths, extra = _strengths(workload, batch, comparison, config=config, comm=comm, fresh=nth == 0)
+        figures = accumulate(workload, batch, strengths, state=state, config=config, comm=comm)
+        figures |= _apply(state, config, nth) | extra
+    return figures | {"trained_rollouts": float(batch.totals.rollouts)}
 
 
 def accumulate(
-    workload: Workload, batch: Rollouts, strengths: Tensor, totals: Totals, *, config: Config, comm: Comm, state: State
+    workload: Workload, batch: Batch, strengths: Tensor, *, state: State, config: Config, comm: Comm
 ) -> dict[str, float]:
     """The gradient of the step's loss, summed over passes and ranks. Returns its figures, averaged over the step."""
     state.optimiser.zero_grad(set_to_none=True)
-    sums: dict[str, float] = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_share"), 0.0)
-    highest, lowest = 1.0, 1.0
-    for rows in cut(len(batch), config.rows_per_pass):
-        part = batch.select(rows)
-        scored = workload.score(part)
-        loss, parts = loss_of_pass(scored, part, strengths[rows], totals, config.loss)
-        loss.backward()
-        for name, value in parts.items():
-            sums[name] += value.item()
-        ratio, clipped = _watch_ratio(scored, part, config.loss)
-        sums["ratio_mean"] += ratio.sum().item() / totals.decisions
-        sums["clip_share"] += clipped.sum().item() / totals.decisions
-        if len(ratio):
+    sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_share"), 0.0)
+    highest, lowest = -math.inf, math.inf
+    with comm.together(f"score() of {type(workload).__name__}"):
+        for part, rows in batch.passes(config.rows_per_pass):
+            scored = workload.score(part)
+            loss, parts = loss_of_pass(scored, part, strengths[rows], batch.totals, config.loss)
+            loss.backward()
+            ratio, held = watch_ratio(scored, part, strengths[rows], config.loss)
+            parts["ratio_mean"] = ratio.sum() / batch.totals.decisions
+            parts["clip_share"] = held.sum() / batch.totals.decisions
+            for name, value in parts.items():
+                sums[name] += value.item()
             highest, lowest = max(highest, ratio.max().item()), min(lowest, ratio.min().item())
     comm.sum_gradients(state.trainable)
     figures = dict(zip(sums, comm.sum(*sums.values()), strict=True))
-    for switched_off in {"kl", "entropy"} - {name for name, value in figures.items() if value}:
-        del figures[switched_off]
     highest, negative_lowest = comm.max(highest, -lowest)
-    return figures | {"ratio_max": highest, "ratio_min": -negative_lowest}
+    return _that_mean_something(figures, config) | {"ratio_max": highest, "ratio_min": -negative_lowest}
 
 
-def loss_of_pass(
-    scored: Scored, rollouts: Rollouts, strengths: Tensor, totals: Totals, config: LossConfig
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """This pass's share of the step's loss, and its named parts."""
-    mask = rollouts.mask
-    denominator = totals.of_rows(mask, config)
-    strengths = strengths.to(scored.logp)
-    if config.kind == "clipped":
-        loss = clipped_surrogate(
-            scored.logp,
-            rollouts.logp,
-            strengths,
-            mask,
-            denominator=denominator,
-            clip=(config.clip_low, config.clip_high),
-            per_rollout=config.ratio == "rollout",
-        )
-    else:
-        shared = float(max(1, totals.pairs)) if config.kind == "ranking" else denominator
-        loss = policy_gradient(scored.logp, strengths, mask, denominator=shared)
-    parts: dict[str, Tensor] = {}
-    if config.kl:
-        if scored.reference_logp is None:
-            raise UserError(
-                f"loss.kl is {config.kl}, but the workload's score() gives no reference_logp. Give one, or set"
-                " loss.kl to 0."
-            )
-        parts["kl"] = kl_to_reference(scored.logp, scored.reference_logp, mask, denominator=denominator)
-        loss = loss + config.kl * parts["kl"]
-    if scored.entropy is not None:
-        parts["entropy"] = masked_sum(scored.entropy, mask, denominator)
-        if config.entropy:
-            loss = loss - config.entropy * parts["entropy"]
-    elif config.entropy:
-        raise UserError(
-            f"loss.entropy is {config.entropy}, but the workload's score() gives no entropy. Give it, or set"
-            " loss.entropy to 0."
-        )
-    return loss, {"loss": loss} | parts
+def _that_mean_something(figures: dict[str, float], config: Config) -> dict[str, float]:
+    """Without what is switched off: a zero would look like a measurement."""
+    idle = set() if config.loss.kl else {"kl"}
+    idle |= set() if figures["entropy"] else {"entropy"}
+    idle |= set() if config.loss.kind == "clipped" else {"clip_share"}
+    return {name: value for name, value in figures.items() if name not in idle}
 
 
-def cut(rows: int, rows_per_pass: int) -> Iterator[Tensor]:
-    """Row numbers, `rows_per_pass` at a time."""
-    yield from torch.arange(rows).split(rows_per_pass) if rows else ()
-
-
-def _count(batch: Rollouts, comparison: Comparison, config: Config, comm: Comm) -> Totals:
-    decisions, rollouts = comm.sum(float(batch.mask.sum()), float(len(batch)))
-    widest = comm.max(float(batch.mask.sum(1).max()) if len(batch) else 0.0)[0]
-    pairs = count_pairs(comparison.rewards, comparison.group_ids) if config.loss.kind == "ranking" else 0
-    return Totals(int(decisions), int(rollouts), int(widest), pairs)
+def _batch(rollouts: Rollouts, comparison: Comparison, comm: Comm) -> Batch:
+    trained = comparison.advantages.trained[comparison.mine] & rollouts.mask.any(1).cpu()
+    rows = trained.nonzero().flatten()
+    kept = rollouts.select(rows)
+    decisions, count = comm.sum(float(kept.mask.sum()), float(len(kept)))
+    return Batch(kept, rows, Totals(int(decisions), int(count)))
 
 
 def _strengths(
-    workload: Workload, rollouts: Rollouts, comparison: Comparison, config: Config, comm: Comm, *, fresh: bool
+    workload: Workload, batch: Batch, comparison: Comparison, *, config: Config, comm: Comm, fresh: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """How hard each of this rank's rows is pushed: its advantage, or its pull in the ranking of its group.
+    """How hard each row of the batch is pushed: its advantage, or its pull in the ranking of its group.
 
     The ranking depends on the siblings' present log-probabilities, which are the sampled ones before the first update.
+    Rows outside the batch make no pair: their group has no spread, their reward is missing, or they decided nothing.
     """
     if config.loss.kind != "ranking":
-        return comparison.advantages.values[comparison.mine], {}
-    logp = rollouts.logp if fresh else _rescore(workload, rollouts, config.rows_per_pass)
-    mine = torch.where(rollouts.mask, logp, torch.zeros_like(logp)).sum(1)
-    everyone = comm.gather(mine.double())
-    pairs = max(1, count_pairs(comparison.rewards, comparison.group_ids))
-    loss = pairwise_ranking(everyone, comparison.rewards, comparison.group_ids, denominator=float(pairs))
-    pulls = ranking_pulls(everyone, comparison.rewards, comparison.group_ids)
-    return pulls[comparison.mine], {"loss": loss.item()}
+        return comparison.advantages.values[comparison.mine][batch.rows], {}
+    mine = torch.full((comparison.mine.stop - comparison.mine.start,), torch.nan, dtype=torch.float64)
+    mine[batch.rows] = _logp_of_rows(workload, batch, config.rows_per_pass, comm, fresh=fresh)
+    everyone = comm.gather(mine)
+    rewards = comparison.rewards.double().masked_fill(everyone.isnan(), torch.nan)
+    logp, pairs = everyone.nan_to_num(nan=0.0), max(1, count_pairs(rewards, comparison.group_ids))
+    loss = pairwise_ranking(logp, rewards, comparison.group_ids, denominator=float(pairs))
+    pulls = ranking_pulls(logp, rewards, comparison.group_ids) / pairs
+    return pulls[comparison.mine][batch.rows], {"ranking_loss": loss.item()}
 
 
 @torch.no_grad()
-def _rescore(workload: Workload, rollouts: Rollouts, rows_per_pass: int) -> Tensor:
-    return torch.cat([workload.score(rollouts.select(rows)).logp for rows in cut(len(rollouts), rows_per_pass)])
+def _logp_of_rows(workload: Workload, batch: Batch, rows_per_pass: int, comm: Comm, *, fresh: bool) -> Tensor:
+    """Log-probability of each row as a whole, under the present weights."""
+    logp = batch.rollouts.logp.clone()
+    if not fresh:
+        with comm.together(f"score() of {type(workload).__name__}"):
+            for part, rows in batch.passes(rows_per_pass):
+                logp[rows] = workload.score(part).logp.to(logp)
+    return logp.masked_fill(~batch.rollouts.mask, 0).sum(1).cpu().double()
 
 
-@torch.no_grad()
-def _watch_ratio(scored: Scored, rollouts: Rollouts, config: LossConfig) -> tuple[Tensor, Tensor]:
-    ratio = probability_ratio(scored.logp, rollouts.logp, rollouts.mask, per_rollout=config.ratio == "rollout")
-    ratio = ratio[rollouts.mask]
-    return ratio, (ratio < 1 - config.clip_low) | (ratio > 1 + config.clip_high)
-
-
-def _apply(state: State, config: Config) -> dict[str, float]:
+def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
     """One optimiser step on the summed gradient."""
-    rate = learning_rate(config.optimiser, state.updates, config.updates)
+    done = state.step * config.optimiser.updates_per_rollout + nth
+    rate = learning_rate(config.optimiser, done, config.updates)
     for group in state.optimiser.param_groups:
         group["lr"] = rate
     limit = config.optimiser.max_grad_norm
     norm = torch.nn.utils.clip_grad_norm_(state.trainable, float("inf") if limit is None else limit)
     if not norm.isfinite():
         raise UserError(
-            f"The gradient of update {state.updates} is not finite (norm {norm.item()}), so it was not applied. Look"
-            " for an overflow in the policy, a log-probability of an impossible decision, or a learning rate that is"
-            f" too high (optimiser.learning_rate is {config.optimiser.learning_rate})."
+            f"The gradient of step {state.step} is not finite (norm {norm.item()}), so it was not applied. Look for an"
+            " overflow in the policy, a log-probability of an impossible decision, or a learning rate that is too high"
+            f" (optimiser.learning_rate is {config.optimiser.learning_rate})."
         )
     state.optimiser.step()
     state.updates += 1
+    if not all(weight.isfinite().all() for weight in state.trainable):
+        raise UserError(
+            f"The update of step {state.step} made weights that are not finite. Lower optimiser.learning_rate (it was"
+            f" {rate:g}) and resume from the last checkpoint."
+        )
     if state.ema:
         state.ema.follow(state.policy)
     return {"grad_norm": norm.item(), "learning_rate": rate}

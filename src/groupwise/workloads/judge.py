@@ -6,6 +6,9 @@ import asyncio
 import inspect
 import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,35 +25,52 @@ def judge(
     functions: Mapping[str, RewardFunction], prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
 ) -> Terms:
     """All functions on all rows; the async ones run together."""
-
-    async def call_all() -> list[tuple[Tensor, str | None]]:
-        calls = (_call(name, function, prompts, completions, columns) for name, function in functions.items())
-        return await asyncio.gather(*calls)
-
-    results = dict(zip(functions, asyncio.run(call_all()), strict=True))
+    given = {"prompts": prompts, "completions": completions, **columns}
+    answers = {name: _try(partial(function, **given)) for name, function in functions.items()}
+    waiting = {name: answer for name, answer in answers.items() if inspect.isawaitable(answer)}
+    answers |= _await_all(waiting)
+    results = {name: _as_rewards(name, answer, len(completions)) for name, answer in answers.items()}
     return Terms(
         {name: values for name, (values, _) in results.items()},
         {name: reason for name, (_, reason) in results.items() if reason},
     )
 
 
-async def _call(
-    name: str, function: RewardFunction, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any]
-) -> tuple[Tensor, str | None]:
-    """One function's rewards, and why some are missing. Only what the function raises itself is taken as a failure."""
-    rows = len(completions)
+@dataclass(frozen=True)
+class _Failed:
+    """Takes the place of an answer: only what a function raises itself is taken as a failure."""
+
+    reason: str
+
+
+def _try(call: Callable[[], Any]) -> Any:
     try:
-        answer = function(prompts=prompts, completions=completions, **columns)
-        if inspect.isawaitable(answer):
-            answer = await answer
+        return call()
     except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the policy for it is in the config
-        return torch.full((rows,), torch.nan, dtype=torch.float64), _reason(error)
-    return _as_rewards(name, answer, rows)
+        return _Failed(_reason(error))
+
+
+def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
+    async def settle(answer: Awaitable[Any]) -> Any:
+        try:
+            return await answer
+        except Exception as error:  # noqa: BLE001 - as above
+            return _Failed(_reason(error))
+
+    async def settle_all() -> list[Any]:
+        return await asyncio.gather(*map(settle, waiting.values()))
+
+    if not waiting:
+        return {}
+    with ThreadPoolExecutor(1) as aside:  # a notebook's own event loop may be running in this thread
+        return dict(zip(waiting, aside.submit(lambda: asyncio.run(settle_all())).result(), strict=True))
 
 
 def _as_rewards(name: str, answer: Any, rows: int) -> tuple[Tensor, str | None]:
-    if isinstance(answer, Tensor):
-        answer = answer.tolist() if answer.ndim == 1 else answer
+    if isinstance(answer, _Failed):
+        return torch.full((rows,), torch.nan, dtype=torch.float64), answer.reason
+    if hasattr(answer, "tolist") and getattr(answer, "ndim", 0) == 1:  # a tensor or an array
+        answer = answer.tolist()
     if isinstance(answer, str | bytes) or not isinstance(answer, Sequence):
         raise UserError(
             f"Reward '{name}' returned {type(answer).__name__}: it must return a list with one number for each of its"

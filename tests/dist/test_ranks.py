@@ -1,0 +1,143 @@
+"""The result does not depend on where it ran: real processes, real gloo, every placement."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from processes import on_ranks
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+WORKER = Path(__file__).parent / "worker.py"
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    found = {}
+    for ranks in (1, 2, 4, 8):
+        ended = on_ranks(ranks, [WORKER, folder / f"{ranks}.pt"])
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
+    return found
+
+
+NAMES = [f"{kind} {loss}" for kind in ("whole", "spread", "shuffled") for loss in ("clipped", "ranking")]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "idle ranks"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_same_rollouts_gradient_and_weights_on_any_number_of_ranks(outcomes, ranks, name):
+    alone, together = outcomes[1][name], outcomes[ranks][name]
+    assert torch.equal(together["choices"], alone["choices"])
+    assert alone["gradient"].abs().max() > 1e-4
+    assert_close(together["gradient"], alone["gradient"], rtol=0, atol=1e-10)
+    assert_close(together["weights"], alone["weights"], rtol=0, atol=1e-8)
+    assert together["rewards"] == pytest.approx(alone["rewards"], abs=1e-12)
+    assert [(s["group"], s["member"]) for s in together["samples"]] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+
+
+@pytest.mark.parametrize("loss", ["clipped", "ranking"])
+def test_every_placement_gives_the_same_gradient(outcomes, loss):
+    for ranks in outcomes:
+        for kind in ("spread", "shuffled"):
+            assert_close(
+                outcomes[ranks][f"{kind} {loss}"]["gradient"],
+                outcomes[1][f"whole {loss}"]["gradient"],
+                rtol=0,
+                atol=1e-10,
+            )
+
+
+def test_all_ranks_hold_the_same_weights_bit_by_bit(outcomes):
+    for ranks, found in outcomes.items():
+        for outcome in found.values():
+            assert len(outcome["everyone"]) == ranks
+            assert all(torch.equal(weights, outcome["weights"]) for weights in outcome["everyone"])
+
+
+def test_the_command_line_runs_on_two_ranks_and_resumes_there(tmp_path):
+    words = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--conditions-per-step", "8"]
+    first = on_ranks(2, [*words, "--steps", "4", "--json"])
+    assert first.returncode == 0, first.stderr[-3000:]
+    assert json.loads(first.stdout)["steps"] == 4  # one object, from one rank
+    again = on_ranks(2, [*words, "--steps", "6", "--placement", "whole", "--resume", "--json"])
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert json.loads(again.stdout)["steps"] == 6
+    refused = on_ranks(2, [*words, "--json"])
+    assert refused.returncode != 0
+    assert "already holds a run" in refused.stderr
+
+
+def test_resumed_on_another_number_of_ranks_it_is_the_same_run_to_rounding(tmp_path):
+    words = ["-m", "groupwise", "train", "fakes:recipe", "--placement", "shuffled"]
+    for ranks, steps in ((2, 4), (1, 6)):
+        ended = on_ranks(ranks, [*words, "--run-dir", tmp_path / "moved", "--steps", steps, "--resume"])
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    # the learning rate falls over --steps, so the straight run is stretched in the same way
+    for steps in (4, 6):
+        ended = on_ranks(1, [*words, "--run-dir", tmp_path / "straight", "--steps", steps, "--resume"])
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    moved, straight = (
+        load_file(tmp_path / name / "checkpoints" / "step-000006" / "policy.safetensors") for name in ("moved", "straight")
+    )
+    for name in straight:
+        assert_close(moved[name], straight[name], rtol=0, atol=1e-12)
+
+
+ONE_RANK_FAILS = """
+import os, fakes, groupwise as gw
+from dataclasses import dataclass
+
+class Fails(fakes.TinyWorkload):
+    calls = 0
+    def rewards(self, rollouts):
+        self.calls += 1
+        terms = super().rewards(rollouts)
+        if self.calls == 5 and os.environ["RANK"] == "1":
+            return gw.Terms({"share": terms.values["share"][1:]})
+        return terms
+
+@dataclass(frozen=True)
+class FailsConfig(fakes.TinyConfig):
+    def build(self, device):
+        return Fails(self, device)
+
+def recipe():
+    from dataclasses import replace
+    return replace(fakes.recipe(), workload=FailsConfig(), run=gw.RunConfig(checkpoint_every=100))
+"""
+
+
+def test_a_mistake_on_one_rank_is_everyones_and_nothing_is_lost(tmp_path):
+    (tmp_path / "fails.py").write_text(ONE_RANK_FAILS)
+    program = ["-m", "groupwise", "train", tmp_path / "fails.py", "--run-dir", tmp_path / "run", "--json"]
+    ended = on_ranks(2, program, seconds=90)
+    assert ended.returncode != 0
+    for rank in (0, 1):
+        assert f"groupwise (rank {rank}): Reward 'share' has shape (15,) for 16 rows" in ended.stderr
+    assert "Connection closed" not in ended.stderr
+    assert "has shape (15,)" in json.loads(ended.stdout)["error"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+
+
+def test_ranks_with_other_weights_are_found(tmp_path):
+    program = tmp_path / "apart.py"
+    program.write_text(
+        "from dataclasses import replace\n"
+        "import fakes, torch\n"
+        "from groupwise.train.run import check\n"
+        "from groupwise.dist.comm import connect, disconnect\n"
+        "comm, build = connect(), fakes.TinyConfig.build\n"
+        "def apart(self, device):\n"
+        "    workload = build(self, device)\n"
+        "    torch.nn.init.constant_(workload.policy.head.bias, comm.rank)\n"
+        "    return workload\n"
+        "fakes.TinyConfig.build = apart\n"
+        "checks, is_main = check(fakes.recipe())\n"
+        "if is_main: print([found.detail for found in checks if not found.passed])\n"
+        "disconnect()\n"
+    )
+    ended = on_ranks(2, [program])
+    assert "ranks [1] hold other weights than rank 0" in ended.stdout, ended.stderr[-2000:]

@@ -1,0 +1,64 @@
+"""Runs under torchrun: the same steps for every placement, loss and cut; rank 0 writes what came out.
+
+    torchrun ... worker.py OUTPUT.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+from fakes import TinyConfig, recipe
+
+import groupwise as gw
+from groupwise.core.placement import place
+from groupwise.dist.comm import connect, disconnect
+from groupwise.train.loop import rollout, training_steps
+from groupwise.train.run import set_up
+
+LOSSES = {"clipped": gw.LossConfig(kl=0.05, entropy=0.01), "ranking": gw.LossConfig(kind="ranking")}
+
+
+def outcome(config: gw.Config) -> dict[str, object]:
+    """Rollouts of the first step by (group, member), the first gradient, and the weights after three steps."""
+    setup = set_up(config)
+    placed = place(setup.shape, seed=config.seed, step=0)
+    rows = placed.of(setup.comm.rank)
+    rollouts = rollout(setup.workload, placed, setup.comm)
+    order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
+    choices = setup.comm.gather(rollouts.data["choices"])[order]
+    steps = training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
+    first = next(steps)
+    parameters = list(setup.workload.policy.parameters())
+    gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    rewards = [first.figures["reward"], *(step.figures["reward"] for step in steps)]
+    weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return {
+        "choices": choices,
+        "gradient": gradient,
+        "weights": weights,
+        "rewards": rewards,
+        "samples": first.samples,
+        "everyone": setup.comm.gather(weights[None]),
+    }
+
+
+def configs() -> dict[str, gw.Config]:
+    base = replace(recipe(), steps=3, conditions_per_step=8, group_size=8, rows_per_pass=2)
+    found = {
+        f"{placement} {name}": replace(base, placement=placement, loss=loss)
+        for placement in ("whole", "spread", "shuffled")
+        for name, loss in LOSSES.items()
+    }
+    # 'whole' gives rank 0 the step's first conditions; with all but two flat, most ranks have no row to train
+    found["idle ranks"] = replace(base, workload=TinyConfig(flat_below=34))
+    return found
+
+
+if __name__ == "__main__":
+    outcomes = {name: outcome(config) for name, config in configs().items()}
+    comm = connect()
+    if comm.is_main:
+        torch.save(outcomes, sys.argv[1])
+    disconnect()
