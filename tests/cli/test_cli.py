@@ -1,8 +1,8 @@
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 
 import pytest
 from processes import ENVIRONMENT, groupwise
@@ -33,10 +33,11 @@ def test_help_and_configs_do_not_import_torch():
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["place", "--help"], ["eval", "--help"]])
 def test_help_teaches_in_under_half_a_second(words):
     seconds = []
-    for _ in range(3):
-        begun = time.perf_counter()
+    for _ in range(5):  # the best of five, in processor time: other processes may have the core meanwhile
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         ended = groupwise(*words)
-        seconds.append(time.perf_counter() - begun)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert ended.returncode == 0
         assert "groupwise" in ended.stdout
     assert min(seconds) < 0.5
