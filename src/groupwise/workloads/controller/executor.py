@@ -134,7 +134,7 @@ class Executor:
         for block in range(self.options.total_blocks):
             wanted = dict.fromkeys((request.head, path[: block + 1]) for request, path in zip(requests, paths, strict=True))
             new = [node for node in wanted if node not in run.states]
-            running = [node for node in new if node[1][-1]]
+            running = sorted((node for node in new if node[1][-1]), key=lambda node: len(run.states[node[0], ()]))
             for head, path in new:
                 if not path[-1]:
                     run.states[head, path] = run.states[head, path[:-1]]

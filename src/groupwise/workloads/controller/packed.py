@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,9 +41,6 @@ class Packing:
     past: Past | None = None
     """Keys and values of earlier tokens, when every row is one new token."""
 
-    @property
-    def starts(self) -> list[int]:
-        return [0, *accumulate(self.lengths)][:-1]
 
 
 class Past:
@@ -100,7 +97,7 @@ def attend_inside_rows(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each row to itself; rows of equal length go together."""
+    """Causal attention of each row to itself; neighbours of equal length go together."""
     packing = current()
     grouped = key.shape[1] != query.shape[1]
     if packing.past is not None:
@@ -115,16 +112,15 @@ def attend_inside_rows(
             enable_gqa=grouped,
         )
         return attended[:, :, 0].flatten(1)[None].view(1, -1, *query.shape[1::2]), None
-    result = torch.empty_like(query)
-    by_length: dict[int, list[int]] = {}
-    for start, length in zip(packing.starts, packing.lengths, strict=True):
-        by_length.setdefault(length, []).append(start)
-    for length, starts in by_length.items():
-        places = (torch.tensor(starts)[:, None] + torch.arange(length)).to(query.device)
-        rows = [states[0][:, places].transpose(0, 1) for states in (query, key, value)]
+    result, start = torch.empty_like(query.transpose(1, 2)), 0
+    for length, equals in groupby(packing.lengths):
+        count = len(list(equals))
+        part = slice(start, start + count * length)
+        rows = [states[0, :, part].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value)]
         attended = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
-        result[0][:, places] = attended.transpose(0, 1)
-    return result.transpose(1, 2).contiguous(), None
+        result[0, part] = attended.transpose(1, 2).flatten(0, 1)
+        start = part.stop
+    return result, None
 
 
 def experts_of_row(
@@ -148,15 +144,13 @@ def experts_of_row(
     expert = top_k_index[token, choice]
     order = expert.argsort(stable=True)
     token, choice, counts = token[order], choice[order], torch.bincount(expert, minlength=self.num_experts)
-    inputs, outputs = hidden[token], torch.empty(len(token), hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-    start = 0
+    inputs, weights = hidden[token], top_k_weights[token, choice, None].to(hidden.dtype)
+    outputs, start = torch.empty_like(inputs), 0
     for nth, count in enumerate(counts.tolist()):
-        if count:
-            rows = slice(start, start + count)
-            gate, up = linear(inputs[rows], self.gate_up_proj[nth]).chunk(2, dim=-1)
-            outputs[rows] = linear(self.act_fn(gate) * up, self.down_proj[nth])
-            start += count
-    outputs *= top_k_weights[token, choice, None]
+        rows = slice(start, start + count)
+        gate, up = linear(inputs[rows], self.gate_up_proj[nth]).chunk(2, dim=-1)
+        torch.mm(self.act_fn(gate).mul_(up).mul_(weights[rows]), self.down_proj[nth].T, out=outputs[rows])
+        start = rows.stop
     return torch.zeros_like(hidden).index_add_(0, token, outputs)
 
 
