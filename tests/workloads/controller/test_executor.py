@@ -77,10 +77,12 @@ def test_the_latency_token_changes_nothing_and_its_pass_is_used_again(batch, see
     latency = torch.randn(32, generator=torch.Generator().manual_seed(seed))
     prefix = executor.prefix(heads, latency)
     with_it, work = executor.answer(batch, prefix=prefix, max_new_tokens=3)
+    again, _ = executor.answer(batch, prefix=prefix, max_new_tokens=3)
     without, whole = executor.answer(batch, max_new_tokens=3)
     for one, other in zip(with_it, without, strict=True):
         assert one.tokens == other.tokens
         assert_close(one.first_logits, other.first_logits, rtol=0, atol=1e-5)
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in with_it]
     assert work.crops == 0
     assert work.block_rows < whole.block_rows
 
