@@ -1,0 +1,77 @@
+"""Answers already known, by (model, sample, knobs): in memory, and on disk for later runs and other processes.
+
+A frozen model's answer depends on nothing else, so a remembered one is as good as a new one. On disk it is SQLite: each
+answer is written whole or not at all, also when the process is killed, and several processes may share one file.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.knobs import Knobs
+
+Key = tuple[str, Knobs]
+"""A sample's name and the knobs it was answered with."""
+
+_TABLE = """create table if not exists answers (
+    model text, sample text, tier text, insertion_position integer, top_k integer, blocks integer, tokens text,
+    primary key (model, sample, tier, insertion_position, top_k, blocks)
+) without rowid"""
+
+
+class Answers:
+    """A dictionary of answers of one model that outlives the process if it has a file."""
+
+    def __init__(self, model: str, path: Path | None = None):
+        self.model = model
+        self._known: dict[Key, tuple[int, ...]] = {}
+        self._file = _open(path) if path is not None else None
+
+    def known(self, keys: Iterable[Key]) -> dict[Key, tuple[int, ...]]:
+        """Those of the keys that have an answer."""
+        found = {}
+        for key in keys:
+            tokens = self._known.get(key) or self._look_up(key)
+            if tokens is not None:
+                found[key] = self._known[key] = tokens
+        return found
+
+    def remember(self, answers: Mapping[Key, tuple[int, ...]]) -> None:
+        """Keep new answers; all of them reach the disk together."""
+        self._known.update(answers)
+        if self._file is not None:
+            rows = [(*self._row(key), " ".join(map(str, tokens))) for key, tokens in answers.items()]
+            with self._file:
+                self._file.executemany("insert or ignore into answers values (?, ?, ?, ?, ?, ?, ?)", rows)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _look_up(self, key: Key) -> tuple[int, ...] | None:
+        if self._file is None:
+            return None
+        where = "model = ? and sample = ? and tier = ? and insertion_position = ? and top_k = ? and blocks = ?"
+        row = self._file.execute(f"select tokens from answers where {where}", self._row(key)).fetchone()
+        return tuple(map(int, row[0].split())) if row else None
+
+    def _row(self, key: Key) -> tuple[str | int, ...]:
+        sample, knobs = key
+        return self.model, sample, knobs.tier, knobs.insertion_position, knobs.top_k, knobs.blocks
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = sqlite3.connect(path, timeout=60)
+        file.execute("pragma journal_mode = wal")
+        file.execute(_TABLE)
+        return file
+    except (sqlite3.Error, OSError) as error:
+        raise UserError(
+            f"The file of remembered answers {path} cannot be used ({error}). Name another file, or delete it: it can"
+            " be made again from the model."
+        ) from error

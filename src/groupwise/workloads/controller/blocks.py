@@ -1,0 +1,75 @@
+"""A model's blocks, one at a time, on rows of any length and top-k."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.workloads.controller.adapter import Adapter
+from groupwise.workloads.controller.packed import NAME, Packing, Tally, packed
+
+KeysValues = tuple[Float[Tensor, "heads tokens width"], Float[Tensor, "heads tokens width"]]
+
+
+class Blocks:
+    """Calls transformers' own blocks on packed rows, and counts what it calls."""
+
+    def __init__(self, adapter: Adapter):
+        self.adapter = adapter
+
+    def run(
+        self, block: int, rows: Sequence[Float[Tensor, "_ width"]], top_ks: Sequence[int], tally: Tally
+    ) -> tuple[list[Tensor], list[KeysValues]]:
+        """One block on whole prompts, each with its own top-k: new states, and the keys and values it has made."""
+        lengths = tuple(len(row) for row in rows)
+        top_k = torch.tensor(top_ks).repeat_interleave(torch.tensor(lengths))
+        record = _Record()
+        output = self._call(block, torch.cat(list(rows)), [0] * len(rows), Packing(lengths, top_k, tally), record)
+        keys, values = record.keys[0].split(lengths, dim=1), record.values[0].split(lengths, dim=1)
+        return list(output.split(lengths)), list(zip(keys, values, strict=True))
+
+    def step(
+        self, block: int, hidden: Float[Tensor, "rows width"], starts: Sequence[int], packing: Packing
+    ) -> Float[Tensor, "rows width"]:
+        """One block on one new token of each row, which attends to the row's past."""
+        return self._call(block, hidden, starts, packing, None)
+
+    def _call(self, block: int, hidden: Tensor, starts: Sequence[int], packing: Packing, record: Any) -> Tensor:
+        packing.tally.block_rows += len(packing.lengths)
+        with packed(packing):
+            output = self.adapter.blocks[block](
+                hidden[None],
+                position_embeddings=self.adapter.positions(packing.lengths, starts),
+                attention_mask=None,
+                past_key_values=record,
+            )
+        return (output if isinstance(output, Tensor) else output[0])[0]
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """The model's blocks use the packed attention and experts meanwhile, and their own again afterwards."""
+        config = self.adapter.text_config
+        before = config._attn_implementation, config._experts_implementation
+        config._attn_implementation = config._experts_implementation = NAME
+        try:
+            yield
+        finally:
+            config._attn_implementation, config._experts_implementation = before
+
+
+class _Record:
+    """Takes the place of a cache: hands keys and values on as they are, and keeps them."""
+
+    keys: Tensor
+    values: Tensor
+
+    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = keys, values
+        return keys, values
+
+

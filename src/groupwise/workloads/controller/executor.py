@@ -1,0 +1,150 @@
+"""Answers many (sample, knobs) together, and computes nothing twice.
+
+A setting is a path: the top-k of every block in turn, 0 for a block that does not run. Two requests about the same
+sample and tier share everything up to where their paths part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.workloads.controller.adapter import Adapter, Sample
+from groupwise.workloads.controller.blocks import Blocks, KeysValues
+from groupwise.workloads.controller.decoding import Row, decode
+from groupwise.workloads.controller.knobs import KnobOptions, Knobs, Work
+from groupwise.workloads.controller.packed import Tally
+
+Head = tuple[str, str]
+"""A sample's name and a tier."""
+Path = tuple[int, ...]
+Node = tuple[Head, Path]
+"""What has been computed: a head, and how its first blocks were run."""
+
+
+@dataclass(frozen=True)
+class Request:
+    sample: Sample
+    knobs: Knobs
+
+    @property
+    def head(self) -> Head:
+        return self.sample.name, self.knobs.tier
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: tuple[int, ...]
+    first_logits: Float[Tensor, " words"]
+    """Scores of the first token."""
+
+
+@dataclass
+class Known:
+    """States and keys and values by node, and a count of what was run for them."""
+
+    states: dict[Node, Float[Tensor, "tokens width"]]
+    keys_values: dict[Node, KeysValues] = field(default_factory=dict)
+    tally: Tally = field(default_factory=Tally)
+    crops: int = 0
+
+    @property
+    def work(self) -> Work:
+        return Work(self.crops, self.tally.block_rows, self.tally.expert_pairs)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The blocks before the largest insertion position, run in full once per (sample, tier)."""
+
+    latency_tokens: dict[Head, Float[Tensor, "positions width"]]
+    """What the controller's second stage reads, one line for each insertion position."""
+    known: Known
+
+
+class Executor:
+    """One model, its knobs, and no memory of earlier calls."""
+
+    def __init__(self, adapter: Adapter, options: KnobOptions):
+        self.adapter, self.options, self.blocks = adapter, options, Blocks(adapter)
+
+    @torch.inference_mode()
+    def prefix(self, heads: Sequence[tuple[Sample, str]], latency_token: Float[Tensor, " width"]) -> Prefix:
+        """Run the first blocks with a latency token after each prompt.
+
+        It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped.
+        """
+        known = self._encode(heads)
+        names = [(sample.name, tier) for sample, tier in heads]
+        names.sort(key=lambda name: len(known.states[name, ()]))
+        rows = [torch.cat([known.states[name, ()], latency_token[None].to(known.states[name, ()])]) for name in names]
+        full, seen = self.options.full_top_k, dict[Head, list[Tensor]]((name, []) for name in names)
+        with self.blocks.installed():
+            for block in range(max(self.options.insertion_positions)):
+                rows, pairs = self.blocks.run(block, rows, [full] * len(rows), known.tally)
+                for name, states, (keys, values) in zip(names, rows, pairs, strict=True):
+                    node = name, (full,) * (block + 1)
+                    known.states[node], known.keys_values[node] = states[:-1], (keys[:, :-1], values[:, :-1])
+                    seen[name].append(states[-1])
+        positions = [position - 1 for position in self.options.insertion_positions]
+        return Prefix({name: torch.stack([seen[name][nth] for nth in positions]) for name in names}, known)
+
+    @torch.inference_mode()
+    def answer(
+        self,
+        requests: Sequence[Request],
+        *,
+        prefix: Prefix | None = None,
+        max_new_tokens: int = 1,
+        stop_token: int | None = None,
+    ) -> tuple[list[Answer], Work]:
+        """Greedy answers in the order of the requests, and the work that was done for them."""
+        for request in requests:
+            self.options.check(request.knobs)
+        leaves = [(request.head, self.options.path(request.knobs)) for request in requests]
+        distinct = list(dict.fromkeys(leaves))
+        known = self._start(requests, prefix)
+        with self.blocks.installed():
+            self._run(known, distinct)
+            logits = self.adapter.logits(torch.stack([known.states[leaf][-1] for leaf in distinct]))
+            rows = [self._row(known, leaf, int(scores.argmax())) for leaf, scores in zip(distinct, logits, strict=True)]
+            decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, tally=known.tally)
+        found = {
+            leaf: Answer(tuple(row.tokens), scores) for leaf, row, scores in zip(distinct, rows, logits, strict=True)
+        }
+        return [found[leaf] for leaf in leaves], known.work
+
+    def _encode(self, heads: Sequence[tuple[Sample, str]]) -> Known:
+        encoded, crops = self.adapter.encode(heads)
+        names = [(sample.name, tier) for sample, tier in heads]
+        return Known({(name, ()): states for name, states in zip(names, encoded, strict=True)}, crops=crops)
+
+    def _start(self, requests: Sequence[Request], prefix: Prefix | None) -> Known:
+        """Embeddings of what is asked about, or what a prefix pass has left."""
+        if prefix is not None:
+            return Known(dict(prefix.known.states), dict(prefix.known.keys_values))
+        return self._encode(list({r.head: (r.sample, r.knobs.tier) for r in requests}.values()))
+
+    def _run(self, known: Known, leaves: Sequence[Node]) -> None:
+        """Block after block, each distinct path once; rows of equal length stand together."""
+        for block in range(self.options.total_blocks):
+            wanted = dict.fromkeys((head, path[: block + 1]) for head, path in leaves)
+            new = [node for node in wanted if node not in known.states]
+            for head, path in new:
+                if not path[-1]:
+                    known.states[head, path] = known.states[head, path[:-1]]
+            running = sorted((node for node in new if node[1][-1]), key=lambda node: len(known.states[node[0], ()]))
+            if running:
+                parents = [known.states[head, path[:-1]] for head, path in running]
+                outputs, pairs = self.blocks.run(block, parents, [path[-1] for _, path in running], known.tally)
+                known.states.update(zip(running, outputs, strict=True))
+                known.keys_values.update(zip(running, pairs, strict=True))
+
+    def _row(self, known: Known, leaf: Node, first_token: int) -> Row:
+        head, path = leaf
+        kept = [known.keys_values[head, path[: block + 1]] if k else None for block, k in enumerate(path)]
+        return Row(path, len(known.states[leaf]), kept, [first_token])

@@ -1,0 +1,158 @@
+"""Rows of different length, depth and top-k through transformers' own blocks, without padding.
+
+Rows are laid end to end in one sequence. Two functions, registered through transformers' own interfaces, keep them apart:
+the attention looks only inside a row, and the experts compute only the pairs that a row's top-k asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad, scaled_dot_product_attention
+from transformers import AttentionInterface
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+NAME = "groupwise_packed"
+
+
+@dataclass
+class Tally:
+    """Counts what really ran, where it runs."""
+
+    block_rows: int = 0
+    expert_pairs: int = 0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How the rows lie in the packed sequence, and how many experts each token gets."""
+
+    lengths: tuple[int, ...]
+    top_k: Int64[Tensor, " tokens"]
+    tally: Tally
+    past: Past | None = None
+    """Keys and values of earlier tokens, when every row is one new token."""
+
+
+
+class Past:
+    """One block's keys and values for the rows that it runs on, padded to the longest with room for new tokens."""
+
+    def __init__(self, rows: Sequence[tuple[Tensor, Tensor]], room: int):
+        self.lengths = torch.tensor([keys.shape[1] for keys, _ in rows])
+        widest = int(self.lengths.max()) + room
+        self.keys, self.values = (
+            torch.stack([pad(row[part], (0, 0, 0, widest - row[part].shape[1])) for row in rows]) for part in (0, 1)
+        )
+
+    def append(self, keys: Float[Tensor, "rows heads width"], values: Float[Tensor, "rows heads width"]) -> None:
+        rows = torch.arange(len(self.lengths))
+        self.keys[rows, :, self.lengths], self.values[rows, :, self.lengths] = keys, values
+        self.lengths = self.lengths + 1
+
+    def seen(self) -> Tensor:
+        """Which places hold a token, [rows, 1, 1, widest]."""
+        return (torch.arange(self.keys.shape[2]) < self.lengths[:, None])[:, None, None].to(self.keys.device)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Finished rows leave."""
+        chosen = torch.tensor(rows)
+        self.lengths, self.keys, self.values = self.lengths[chosen], self.keys[chosen], self.values[chosen]
+
+
+_packing: ContextVar[Packing | None] = ContextVar("packing", default=None)
+
+
+@contextmanager
+def packed(packing: Packing) -> Iterator[None]:
+    """The rows that the blocks called meanwhile hold."""
+    token = _packing.set(packing)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+
+
+def current() -> Packing:
+    packing = _packing.get()
+    assert packing is not None, f"{NAME} works only inside packed()"
+    return packing
+
+
+def attend_inside_rows(
+    module: nn.Module,
+    query: Float[Tensor, "1 heads tokens width"],
+    key: Float[Tensor, "1 kv_heads tokens width"],
+    value: Float[Tensor, "1 kv_heads tokens width"],
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each row to itself; neighbours of equal length go together."""
+    packing = current()
+    grouped = key.shape[1] != query.shape[1]
+    if packing.past is not None:
+        packing.past.append(key[0].transpose(0, 1), value[0].transpose(0, 1))
+        one_query = query[0].transpose(0, 1)[:, :, None]
+        attended = scaled_dot_product_attention(
+            one_query,
+            packing.past.keys,
+            packing.past.values,
+            attn_mask=packing.past.seen(),
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        return attended[:, :, 0].flatten(1)[None].view(1, -1, *query.shape[1::2]), None
+    result, start = torch.empty_like(query.transpose(1, 2)), 0
+    for length, equals in groupby(packing.lengths):
+        count = len(list(equals))
+        part = slice(start, start + count * length)
+        rows = [states[0, :, part].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value)]
+        attended = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
+        result[0, part] = attended.transpose(1, 2).flatten(0, 1)
+        start = part.stop
+    return result, None
+
+
+def experts_of_row(
+    self: Any,
+    hidden: Float[Tensor, "tokens width"],
+    top_k_index: Int64[Tensor, "tokens k"],
+    top_k_weights: Float[Tensor, "tokens k"],
+) -> Float[Tensor, "tokens width"]:
+    """Only the pairs that each token's own top-k asks for, expert by expert on contiguous rows.
+
+    The router has sorted its choices, so a smaller k keeps the first ones. Weights that the model renormalises are
+    renormalised over what is kept.
+    """
+    packing = current()
+    wanted = torch.arange(top_k_index.shape[1], device=hidden.device) < packing.top_k[:, None].to(hidden.device)
+    if getattr(self, "groupwise_renormalise", False):
+        kept = top_k_weights * wanted
+        top_k_weights = kept / kept.sum(1, keepdim=True)
+    token, choice = wanted.nonzero(as_tuple=True)
+    packing.tally.expert_pairs += len(token)
+    expert = top_k_index[token, choice]
+    order = expert.argsort(stable=True)
+    token, choice, counts = token[order], choice[order], torch.bincount(expert, minlength=self.num_experts)
+    inputs, weights = hidden[token], top_k_weights[token, choice, None].to(hidden.dtype)
+    outputs, start = torch.empty_like(inputs), 0
+    for nth, count in enumerate(counts.tolist()):
+        rows = slice(start, start + count)
+        gate, up = linear(inputs[rows], self.gate_up_proj[nth]).chunk(2, dim=-1)
+        torch.mm(self.act_fn(gate).mul_(up).mul_(weights[rows]), self.down_proj[nth].T, out=outputs[rows])
+        start = rows.stop
+    return torch.zeros_like(hidden).index_add_(0, token, outputs)
+
+
+AttentionInterface.register(NAME, attend_inside_rows)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts_of_row)

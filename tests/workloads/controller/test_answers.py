@@ -1,0 +1,79 @@
+"""Remembered answers survive the process, several writers, and a kill in the middle of writing."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import ENVIRONMENT
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.answers import Answers
+from groupwise.workloads.controller.knobs import Knobs
+
+KNOBS = Knobs("low", 1, 4, 12)
+WRITER = """
+import sys
+from pathlib import Path
+from groupwise.workloads.controller.answers import Answers
+from groupwise.workloads.controller.knobs import Knobs
+answers = Answers("m", Path(sys.argv[1]))
+number, last = int(sys.argv[2]), int(sys.argv[3])
+while number < last:
+    batch = range(number, number + 10)
+    answers.remember({(f"sample {n}", Knobs("low", 1, 4, 12)): (n, n + 1) for n in batch})
+    number += 10
+    print(number, flush=True)
+"""
+
+
+def writer(path, first, last):
+    words = [sys.executable, "-c", WRITER, str(path), str(first), str(last)]
+    return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+
+
+def held(path, count):
+    keys = [(f"sample {number}", KNOBS) for number in range(count)]
+    return Answers("m", path).known(keys)
+
+
+def test_remembered_in_memory_and_on_disk_by_model_sample_and_knobs(tmp_path):
+    path = tmp_path / "deep" / "answers.sqlite"
+    first = Answers("m", path)
+    assert first.known([("a", KNOBS)]) == {}
+    first.remember({("a", KNOBS): (7, 8)})
+    assert first.known([("a", KNOBS), ("b", KNOBS)]) == {("a", KNOBS): (7, 8)}
+    assert Answers("m", path).known([("a", KNOBS)]) == {("a", KNOBS): (7, 8)}
+    assert Answers("another model", path).known([("a", KNOBS)]) == {}
+    assert Answers("m", path).known([("a", Knobs("low", 1, 4, 13))]) == {}
+    assert Answers("m").known([("a", KNOBS)]) == {}
+
+
+def test_two_processes_write_one_file(tmp_path):
+    path = tmp_path / "answers.sqlite"
+    both = [writer(path, 0, 300), writer(path, 200, 500)]
+    for process in both:
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+    found = held(path, 500)
+    assert len(found) == 500
+    assert all(tokens == (int(name.split()[1]), int(name.split()[1]) + 1) for (name, _), tokens in found.items())
+
+
+def test_killed_while_writing_the_file_holds_whole_batches(tmp_path):
+    path = tmp_path / "answers.sqlite"
+    process = writer(path, 0, 10**6)
+    for _ in range(20):
+        reached = int(process.stdout.readline())
+    time.sleep(0.003)
+    process.kill()
+    process.communicate(timeout=30)
+    found = held(path, reached + 10_000)
+    assert len(found) >= reached
+    assert len(found) % 10 == 0
+
+
+def test_a_file_that_is_no_database_is_refused(tmp_path):
+    (tmp_path / "answers.sqlite").write_text("not a database, but long enough to be looked at as one" * 10)
+    with pytest.raises(UserError, match="cannot be used"):
+        Answers("m", tmp_path / "answers.sqlite")
