@@ -6,12 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.testing import assert_close
-from workloads.controller.tiny import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
+from transformers import LlamaConfig
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.adapter import LlavaAdapter
+from groupwise.workloads.controller.adapter import LlavaAdapter, adapt, full_top_k
+from groupwise.workloads.controller.answers import Answers
 from groupwise.workloads.controller.executor import Executor, Request
 from groupwise.workloads.controller.knobs import Knobs, Work, work_of_answer
+from groupwise.workloads.controller.recall import recall
+from workloads.controller.tiny import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
 
 MODELS = {
     "plain": llava_olmoe(),
@@ -57,7 +60,7 @@ def test_a_batch_of_any_knobs_equals_stock_transformers_one_by_one(name, batch):
         assert_close(answer.first_logits, logits, rtol=0, atol=1e-4)
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(requests, st.integers(0, 38))
 def test_batched_equals_alone_and_finished_rows_leave(batch, stop_token):
     together, _ = EXECUTORS["plain"].answer(batch, max_new_tokens=5, stop_token=stop_token)
@@ -138,6 +141,16 @@ def test_knobs_outside_the_options_are_refused(knobs, says):
         EXECUTORS["plain"].answer([Request(sample(0), knobs)])
 
 
+def test_a_model_without_a_needed_part_is_told():
+    assert full_top_k(adapt(MODELS["plain"])) == 4
+    with pytest.raises(UserError, match="Linear cannot be steered by knobs yet"):
+        adapt(nn.Linear(1, 1))
+    dense = LlavaAdapter(MODELS["plain"])
+    dense.text_config = LlamaConfig()
+    with pytest.raises(UserError, match="LlamaConfig is a dense model: it has no experts"):
+        full_top_k(dense)
+
+
 def test_the_model_stays_itself_after_use_and_after_an_error():
     model = MODELS["plain"]
     before = model.config.text_config._attn_implementation
@@ -146,3 +159,21 @@ def test_the_model_stays_itself_after_use_and_after_an_error():
     EXECUTORS["plain"].answer([Request(sample(0), OPTIONS.full)])
     assert model.config.text_config._attn_implementation == before
     stock_answer(model, Request(sample(0), OPTIONS.full), 1)
+
+
+def test_what_is_known_is_not_computed_again(tmp_path):
+    batch = [Request(sample(number), knobs) for number in range(2) for knobs in KNOBS[:3]]
+    expected, _ = EXECUTORS["plain"].answer(batch, max_new_tokens=3)
+    calls = []
+
+    class Listening(Executor):
+        def answer(self, requests, **settings):
+            calls.append(len(requests))
+            return super().answer(requests, **settings)
+
+    executor = Listening(LlavaAdapter(MODELS["plain"]), OPTIONS)
+    for known in (batch[:4], batch, batch):
+        answers = Answers("plain, 3 tokens", tmp_path / "answers.sqlite")
+        found = recall(executor, answers, known, max_new_tokens=3)
+        assert found == [answer.tokens for answer in expected[: len(known)]]
+    assert calls == [4, 2]

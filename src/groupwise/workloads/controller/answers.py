@@ -34,7 +34,7 @@ class Answers:
         """Those of the keys that have an answer."""
         found = {}
         for key in keys:
-            tokens = self._known.get(key) or self._look_up(key)
+            tokens = self._known[key] if key in self._known else self._look_up(key)
             if tokens is not None:
                 found[key] = self._known[key] = tokens
         return found

@@ -71,5 +71,3 @@ class _Record:
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.keys, self.values = keys, values
         return keys, values
-
-

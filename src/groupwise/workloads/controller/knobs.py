@@ -52,7 +52,7 @@ class KnobOptions:
 
     @property
     def cheapest(self) -> Knobs:
-        return Knobs(list(self.crops)[0], self.insertion_positions[0], self.smallest_top_k, self.block_totals[0])
+        return Knobs(next(iter(self.crops)), self.insertion_positions[0], self.smallest_top_k, self.block_totals[0])
 
     def all(self) -> Iterator[Knobs]:
         for values in product(self.crops, self.insertion_positions, self.top_ks, self.block_totals):
@@ -68,7 +68,9 @@ class KnobOptions:
         }
         for name, options in allowed.items():
             if getattr(knobs, name) not in options:
-                raise UserError(f"{name} is {getattr(knobs, name)!r}: this model offers {', '.join(map(str, options))}.")
+                raise UserError(
+                    f"{name} is {getattr(knobs, name)!r}: this model offers {', '.join(map(str, options))}."
+                )
 
     def path(self, knobs: Knobs) -> tuple[int, ...]:
         """The top-k of every block in turn; 0 for a block that does not run."""

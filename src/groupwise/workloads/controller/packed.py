@@ -1,7 +1,7 @@
 """Rows of different length, depth and top-k through transformers' own blocks, without padding.
 
-Rows are laid end to end in one sequence. Two functions, registered through transformers' own interfaces, keep them apart:
-the attention looks only inside a row, and the experts compute only the pairs that a row's top-k asks for.
+Rows are laid end to end in one sequence. Two functions, registered through transformers' own interfaces, keep them
+apart: the attention looks only inside a row, and the experts compute only the pairs that a row's top-k asks for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Packing:
     tally: Tally
     past: Past | None = None
     """Keys and values of earlier tokens, when every row is one new token."""
-
 
 
 class Past:
@@ -116,8 +115,8 @@ def attend_inside_rows(
     for length, equals in groupby(packing.lengths):
         count = len(list(equals))
         part = slice(start, start + count * length)
-        rows = [states[0, :, part].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value)]
-        attended = scaled_dot_product_attention(*rows, is_causal=True, scale=scaling, enable_gqa=grouped)
+        q, k, v = (states[0, :, part].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         result[0, part] = attended.transpose(1, 2).flatten(0, 1)
         start = part.stop
     return result, None
