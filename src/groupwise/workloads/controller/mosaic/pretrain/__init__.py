@@ -1,0 +1,1 @@
+"""How the mosaic model was trained."""

@@ -1,0 +1,130 @@
+"""The two kinds of pretraining step: align the vision tower with words, then train the whole model on questions."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlavaForConditionalGeneration
+
+from groupwise.workloads.controller.mosaic.crops import Tier
+from groupwise.workloads.controller.mosaic.digits import TRAIN_JITTER, Handwriting
+from groupwise.workloads.controller.mosaic.pretrain.alignment import TileHeads, alignment_loss, see, tile_loss
+from groupwise.workloads.controller.mosaic.pretrain.dense import BlockPass, pack, text_pass
+from groupwise.workloads.controller.mosaic.pretrain.plan import (
+    Plan,
+    StepKnobs,
+    concentration_weight,
+    draw_kinds,
+    draw_knobs,
+    mosaics_at,
+)
+from groupwise.workloads.controller.mosaic.questions import KINDS, QUESTION_TOKENS, ask, read_aloud
+from groupwise.workloads.controller.mosaic.scene import TILES, draw_mosaics
+
+_READ_WEIGHT_EARLY, _READ_WEIGHT_LATE = 0.5, 0.2
+_BALANCE_WEIGHT = 0.01
+_TILE_WEIGHT = 0.1
+_ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
+_COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
+
+
+class Learner(nn.Module):
+    """The model and the heads that only training needs."""
+
+    def __init__(self, model: LlavaForConditionalGeneration) -> None:
+        super().__init__()
+        self.model = model
+        self.heads = TileHeads(model.config.vision_config.hidden_size)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A step's loss, and the shares that are worth watching."""
+
+    loss: Tensor
+    shares: dict[str, float]
+
+
+def alignment_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int) -> Outcome:
+    """Return the loss of one batch for the vision tower; the tiers take turns."""
+    rng = plan.random(step)
+    tier = _ALIGNMENT_TIERS[step % len(_ALIGNMENT_TIERS)]
+    mosaics = draw_mosaics(handwriting, int(plan.alignment_mosaics * _COARSER_MOSAICS[tier]), TRAIN_JITTER, rng)
+    seen = see(learner.model, mosaics.pixels, tier)
+    tiles, right = tile_loss(learner.heads, seen, mosaics.labels, tier)
+    aligned = alignment_loss(learner.model.get_input_embeddings().weight, seen, mosaics.labels, tier)
+    return Outcome(loss=tiles + aligned, shares={f"tiles {tier}": right, "misaligned": aligned.item()})
+
+
+def text_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int, run_block: BlockPass) -> Outcome:
+    """Return the loss of one batch of questions, packed after their mosaic, with "read aloud" and tiles beside it."""
+    rng = plan.random(step)
+    knobs = draw_knobs(plan, step, rng)
+    count = int(mosaics_at(plan, step) * _COARSER_MOSAICS[knobs.tier])
+    mosaics = draw_mosaics(handwriting, count, TRAIN_JITTER, rng)
+    seen = see(learner.model, mosaics.pixels, knobs.tier)
+    tiles, right = tile_loss(learner.heads, seen, mosaics.labels, knobs.tier)
+    kinds = draw_kinds(plan, step, count * plan.questions_per_mosaic, rng)
+    answered = _answer_batch(learner.model, seen.projected, mosaics.labels, kinds, knobs, rng, run_block)
+    read_weight = _READ_WEIGHT_EARLY if plan.text_progress(step) < 0.4 else _READ_WEIGHT_LATE
+    balance, concentration = answered.routing
+    loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * balance
+    loss = loss + concentration_weight(plan, step) * concentration
+    shares = {f"tiles {knobs.tier}": right, "read": answered.read_right, "concentration": concentration.item()}
+    is_full = len(knobs.blocks) == plan.size.blocks and knobs.top_k == plan.size.top_k
+    prefix = f"{knobs.tier}" if is_full else "varied"
+    for number, kind in enumerate(KINDS):
+        if (asked := answered.kinds == number).any():
+            shares[f"{prefix} {kind}"] = float(answered.right[asked].mean())
+    return Outcome(loss=loss + _TILE_WEIGHT * tiles, shares=shares)
+
+
+@dataclass(frozen=True)
+class _Answered:
+    question_loss: Tensor
+    read_loss: Tensor
+    routing: Tensor
+    kinds: np.ndarray
+    right: np.ndarray
+    read_right: float
+
+
+def _answer_batch(
+    model: LlavaForConditionalGeneration,
+    features: Tensor,
+    labels: np.ndarray,
+    kinds: np.ndarray,
+    knobs: StepKnobs,
+    rng: np.random.Generator,
+    run_block: BlockPass,
+) -> _Answered:
+    count, asked = len(labels), len(kinds) // len(labels)
+    questions = ask(np.repeat(labels, asked, axis=0), kinds, rng)
+    said, targets = read_aloud(labels)
+    words = np.concatenate([questions.tokens.reshape(count, -1), said], axis=1)
+    embedded = model.get_input_embeddings()(torch.from_numpy(words))
+    prefix = features.flatten(1, 2)
+    packing = pack(prefix.shape[1], [QUESTION_TOKENS] * asked + [TILES])
+    hidden, routing = text_pass(
+        model,
+        torch.cat([prefix, embedded], dim=1),
+        packing,
+        blocks=knobs.blocks,
+        top_k=knobs.top_k,
+        insertion_position=knobs.insertion_position,
+        run_block=run_block,
+    )
+    by_question = hidden[:, prefix.shape[1] : -TILES].reshape(count * asked, QUESTION_TOKENS, -1)
+    last = by_question[torch.arange(count * asked), torch.from_numpy(questions.lengths - 1)]
+    logits, read_logits = model.lm_head(last), model.lm_head(hidden[:, -TILES:].flatten(0, 1))
+    answers, read_targets = torch.from_numpy(questions.answers), torch.from_numpy(targets).flatten()
+    return _Answered(
+        question_loss=functional.cross_entropy(logits, answers),
+        read_loss=functional.cross_entropy(read_logits, read_targets),
+        routing=routing,
+        kinds=kinds,
+        right=(logits.argmax(1) == answers).numpy(),
+        read_right=(read_logits.argmax(1) == read_targets).float().mean().item(),
+    )

@@ -1,0 +1,160 @@
+"""Questions about a mosaic, and their answers of one token.
+
+    kind     asked as       needs                        answer
+    empty    empty b3       the overview                 yes, no
+    blanks   blanks row2    the overview, four tiles     0..4
+    digit    digit b3       one tile in detail           0..9
+    largest  largest row2   four tiles in detail         0..9, none
+    count    count 7        twelve tiles in detail       0..12
+    sum      sum a1 b3      two tiles and an addition    0..18
+    hop      hop b3         a tile that names the next   0..9, none
+
+"hop" reads the digit d of its tile, then tile number d in reading order, counted from 0.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from jaxtyping import Int
+
+from groupwise.workloads.controller.mosaic.scene import COLUMNS, EMPTY, ROWS
+from groupwise.workloads.controller.mosaic.words import (
+    FIRST_NUMBER_TOKEN,
+    FIRST_ROW_TOKEN,
+    FIRST_TILE_TOKEN,
+    NO_TOKEN,
+    NONE_TOKEN,
+    PAD_TOKEN,
+    READ_TOKEN,
+    TOKEN_OF,
+    YES_TOKEN,
+)
+
+# The longest question, "sum a1 b3"; shorter ones are padded at the end.
+QUESTION_TOKENS = 3
+
+
+class Kind(StrEnum):
+    """What a question asks for."""
+
+    EMPTY = "empty"
+    BLANKS = "blanks"
+    DIGIT = "digit"
+    LARGEST = "largest"
+    COUNT = "count"
+    SUM = "sum"
+    HOP = "hop"
+
+
+KINDS = tuple(Kind)
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Padded questions, how many of their tokens count, and the one token that answers each."""
+
+    tokens: Int[np.ndarray, "questions words"]
+    lengths: Int[np.ndarray, " questions"]
+    answers: Int[np.ndarray, " questions"]
+
+
+# (labels of one mosaic per question, generator) -> (the words after the kind, answers).
+Asker = Callable[[np.ndarray, np.random.Generator], tuple[list[np.ndarray], np.ndarray]]
+
+
+def ask(
+    labels: Int[np.ndarray, "questions tiles"], kinds: Int[np.ndarray, " questions"], rng: np.random.Generator
+) -> Questions:
+    """Ask one question of kind KINDS[kinds[i]] about mosaic labels[i], for each i."""
+    count = len(kinds)
+    tokens = np.full((count, QUESTION_TOKENS), PAD_TOKEN, np.int64)
+    lengths, answers = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    for number, kind in enumerate(KINDS):
+        chosen = np.flatnonzero(kinds == number)
+        words, found = _ASKERS[kind](labels[chosen], rng)
+        tokens[chosen, 0] = TOKEN_OF[kind]
+        for place, word in enumerate(words, start=1):
+            tokens[chosen, place] = word
+        lengths[chosen], answers[chosen] = 1 + len(words), found
+    return Questions(tokens=tokens, lengths=lengths, answers=answers)
+
+
+def read_aloud(
+    labels: Int[np.ndarray, "mosaics tiles"],
+) -> tuple[Int[np.ndarray, "mosaics tiles"], Int[np.ndarray, "mosaics tiles"]]:
+    """Return inputs and targets of the task "say all tiles in reading order"."""
+    said = _label_tokens(labels)
+    start = np.full((len(labels), 1), READ_TOKEN, np.int64)
+    return np.concatenate([start, said[:, :-1]], axis=1), said
+
+
+def _label_tokens(labels: np.ndarray) -> np.ndarray:
+    return np.where(labels == EMPTY, NONE_TOKEN, FIRST_NUMBER_TOKEN + labels)
+
+
+def _pick(allowed: np.ndarray, rng: np.random.Generator, picks: int = 1) -> np.ndarray:
+    """Pick different places at random in each row, allowed ones before the others."""
+    order = np.argsort(rng.random(allowed.shape) + ~allowed, axis=1)
+    return order[:, :picks]
+
+
+def _at(labels: np.ndarray, tiles: np.ndarray) -> np.ndarray:
+    return labels[np.arange(len(labels)), tiles]
+
+
+def _ask_empty(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    wanted = rng.random(len(labels)) < 0.5
+    tile = _pick((labels == EMPTY) == wanted[:, None], rng)[:, 0]
+    return [FIRST_TILE_TOKEN + tile], np.where(_at(labels, tile) == EMPTY, YES_TOKEN, NO_TOKEN)
+
+
+def _pick_row(labels: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    row = rng.integers(0, ROWS, len(labels))
+    return row, _at(labels.reshape(-1, ROWS, COLUMNS), row)
+
+
+def _ask_blanks(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    row, tiles = _pick_row(labels, rng)
+    return [FIRST_ROW_TOKEN + row], FIRST_NUMBER_TOKEN + (tiles == EMPTY).sum(1)
+
+
+def _ask_digit(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    tile = _pick(labels != EMPTY, rng)[:, 0]
+    return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, tile))
+
+
+def _ask_largest(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    row, tiles = _pick_row(labels, rng)
+    best = np.where(tiles == EMPTY, -1, tiles).max(1)
+    return [FIRST_ROW_TOKEN + row], np.where(best < 0, NONE_TOKEN, FIRST_NUMBER_TOKEN + best)
+
+
+def _ask_count(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    # Mostly digits that are there, else "0" would nearly always be right.
+    present = _at(labels, _pick(labels != EMPTY, rng)[:, 0])
+    wanted = np.where(rng.random(len(labels)) < 0.75, present, rng.integers(0, 10, len(labels)))
+    return [FIRST_NUMBER_TOKEN + wanted], FIRST_NUMBER_TOKEN + (labels == wanted[:, None]).sum(1)
+
+
+def _ask_sum(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    first, second = _pick(labels != EMPTY, rng, picks=2).T
+    total = _at(labels, first) + _at(labels, second)
+    return [FIRST_TILE_TOKEN + first, FIRST_TILE_TOKEN + second], FIRST_NUMBER_TOKEN + total
+
+
+def _ask_hop(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    tile = _pick(labels != EMPTY, rng)[:, 0]
+    return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, _at(labels, tile)))
+
+
+_ASKERS: dict[Kind, Asker] = {
+    Kind.EMPTY: _ask_empty,
+    Kind.BLANKS: _ask_blanks,
+    Kind.DIGIT: _ask_digit,
+    Kind.LARGEST: _ask_largest,
+    Kind.COUNT: _ask_count,
+    Kind.SUM: _ask_sum,
+    Kind.HOP: _ask_hop,
+}

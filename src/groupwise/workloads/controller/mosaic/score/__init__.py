@@ -1,0 +1,1 @@
+"""How right and how fast the mosaic model is at each setting of its knobs."""

@@ -1,0 +1,77 @@
+"""Answers of the model to a fixed set of questions, at any setting."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlavaForConditionalGeneration
+
+from groupwise.workloads.controller.mosaic.crops import Tier
+from groupwise.workloads.controller.mosaic.digits import PLAIN_JITTER, Split, load_handwriting
+from groupwise.workloads.controller.mosaic.pretrain.alignment import see
+from groupwise.workloads.controller.mosaic.pretrain.dense import pack, text_pass
+from groupwise.workloads.controller.mosaic.questions import KINDS, QUESTION_TOKENS, Questions, ask
+from groupwise.workloads.controller.mosaic.scene import Mosaics, draw_mosaics
+
+_MOSAICS_PER_PASS = 25
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Mosaics of one split, each with the same number of questions of every kind."""
+
+    mosaics: Mosaics
+    kinds: np.ndarray
+    questions: Questions
+    questions_per_mosaic: int
+
+
+def make_exam(split: Split, mosaics: int, *, per_kind: int = 2, seed: int = 7) -> Exam:
+    """Draw an exam; the same one for the same arguments."""
+    rng = np.random.default_rng([seed, list(Split).index(split)])
+    drawn = draw_mosaics(load_handwriting(split), mosaics, PLAIN_JITTER, rng)
+    asked = per_kind * len(KINDS)
+    kinds = np.tile(np.repeat(np.arange(len(KINDS)), per_kind), mosaics)
+    return Exam(drawn, kinds, ask(np.repeat(drawn.labels, asked, axis=0), kinds, rng), asked)
+
+
+@torch.no_grad()
+def features_of(model: LlavaForConditionalGeneration, exam: Exam, tier: Tier) -> Float[Tensor, "mosaics tokens width"]:
+    """Return what the text model sees of each mosaic: it depends on the tier alone."""
+    parts = exam.mosaics.pixels.split(_MOSAICS_PER_PASS)
+    return torch.cat([see(model, part, tier).projected.flatten(1, 2) for part in parts])
+
+
+@torch.no_grad()
+def answer_losses(
+    model: LlavaForConditionalGeneration,
+    exam: Exam,
+    features: Float[Tensor, "mosaics tokens width"],
+    *,
+    blocks: Sequence[int],
+    top_k: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return for each question of the exam whether it is answered rightly, and its cross entropy."""
+    count, asked = len(features), exam.questions_per_mosaic
+    tokens = torch.from_numpy(exam.questions.tokens).view(count, asked * QUESTION_TOKENS)
+    lengths, answers = torch.from_numpy(exam.questions.lengths), torch.from_numpy(exam.questions.answers)
+    packing = pack(features.shape[1], [QUESTION_TOKENS] * asked)
+    logits = []
+    for start in range(0, count, _MOSAICS_PER_PASS):
+        rows = slice(start, start + _MOSAICS_PER_PASS)
+        embedded = torch.cat([features[rows], model.get_input_embeddings()(tokens[rows])], dim=1)
+        hidden, _ = text_pass(model, embedded, packing, blocks=blocks, top_k=top_k)
+        by_question = hidden[:, features.shape[1] :].reshape(-1, QUESTION_TOKENS, hidden.shape[-1])
+        last = lengths[start * asked : start * asked + len(by_question)] - 1
+        logits.append(model.lm_head(by_question[torch.arange(len(by_question)), last]))
+    scores = torch.cat(logits)
+    return (scores.argmax(1) == answers).numpy(), functional.cross_entropy(scores, answers, reduction="none").numpy()
+
+
+def by_kind(right: np.ndarray, kinds: np.ndarray) -> np.ndarray:
+    """Return the share of right answers for each of KINDS."""
+    return np.array([right[kinds == number].mean() for number in range(len(KINDS))])

@@ -1,0 +1,40 @@
+"""The vocabulary: every word is one token."""
+
+from groupwise.workloads.controller.mosaic.scene import COLUMNS, ROWS, TILES
+
+PAD = "<pad>"
+IMAGE = "<image>"
+KIND_WORDS = ("empty", "blanks", "digit", "largest", "count", "sum", "hop")
+ROW_WORDS = tuple(f"row{row + 1}" for row in range(ROWS))
+TILE_WORDS = tuple(f"{'abc'[tile // COLUMNS]}{tile % COLUMNS + 1}" for tile in range(TILES))
+NUMBER_WORDS = tuple(str(number) for number in range(19))
+VOCABULARY = (PAD, IMAGE, "read", "yes", "no", "none", *KIND_WORDS, *ROW_WORDS, *TILE_WORDS, *NUMBER_WORDS)
+# Rounded up so that matrix widths are even; the last ids stand for no word.
+VOCABULARY_SIZE = 64
+
+TOKEN_OF = {word: token for token, word in enumerate(VOCABULARY)}
+PAD_TOKEN = TOKEN_OF[PAD]
+IMAGE_TOKEN = TOKEN_OF[IMAGE]
+READ_TOKEN = TOKEN_OF["read"]
+YES_TOKEN = TOKEN_OF["yes"]
+NO_TOKEN = TOKEN_OF["no"]
+NONE_TOKEN = TOKEN_OF["none"]
+FIRST_ROW_TOKEN = TOKEN_OF[ROW_WORDS[0]]
+FIRST_TILE_TOKEN = TOKEN_OF[TILE_WORDS[0]]
+FIRST_NUMBER_TOKEN = TOKEN_OF[NUMBER_WORDS[0]]
+
+
+def encode(text: str) -> list[int]:
+    """Return the tokens of words separated by blanks, such as "sum a1 b3"."""
+    words = text.split()
+    if not words:
+        raise ValueError("The question is empty. Ask for example: digit b3")
+    unknown = [word for word in words if word not in TOKEN_OF]
+    if unknown:
+        raise ValueError(f"mosaic does not know the word {unknown[0]!r}. It knows: {' '.join(VOCABULARY[2:])}.")
+    return [TOKEN_OF[word] for word in words]
+
+
+def decode(tokens: list[int]) -> str:
+    """Return the words of these tokens, separated by blanks."""
+    return " ".join(VOCABULARY[token] for token in tokens)

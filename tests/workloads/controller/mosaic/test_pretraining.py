@@ -1,0 +1,88 @@
+"""The training pass equals transformers' own, and a killed run ends with the weights of one that was not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from groupwise.workloads.controller.mosaic.crops import Tier, cut
+from groupwise.workloads.controller.mosaic.digits import Split
+from groupwise.workloads.controller.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
+from groupwise.workloads.controller.mosaic.pretrain.initial import build
+from groupwise.workloads.controller.mosaic.pretrain.plan import Plan, draw_knobs
+from groupwise.workloads.controller.mosaic.pretrain.run import pretrain
+from groupwise.workloads.controller.mosaic.score.accuracy import answer_losses, features_of, make_exam
+
+TINY = Plan(
+    size=MosaicSize(width=16, heads=2, expert_width=8, vision_width=16, vision_blocks=1, blocks=6),
+    alignment_steps=3,
+    alignment_mosaics=2,
+    text_steps=5,
+    text_horizon=8,
+    cool_down_steps=2,
+    early_text_mosaics=2,
+    text_mosaics=2,
+    questions_per_mosaic=3,
+    varied_share=0.5,
+    most_dropped_blocks=1,
+)
+
+
+def _quiet(_: str) -> None: ...
+
+
+@pytest.mark.parametrize("killed_after", [2, 5])
+def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, killed_after: int):
+    whole = pretrain(TINY, tmp_path / "whole", say=_quiet, compiled=False)
+    pretrain(TINY, tmp_path / "killed", say=_quiet, compiled=False, stop_after=killed_after, checkpoint_every=2)
+    resumed = pretrain(TINY, tmp_path / "killed", say=_quiet, compiled=False, checkpoint_every=2)
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+def test_training_changes_every_weight_in_use(tmp_path: Path):
+    start = build(TINY.size.config(), TINY.seed).state_dict()
+    trained = pretrain(TINY, tmp_path, say=_quiet, compiled=False).model.state_dict()
+    unmoved = {name for name, weight in trained.items() if torch.equal(weight, start[name])}
+    # LLaVA takes the output of the tower's last block, before the tower's closing norm.
+    assert unmoved == {f"model.vision_tower.post_layernorm.{part}" for part in ("weight", "bias")}
+
+
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path):
+    pretrain(TINY, tmp_path, say=_quiet, compiled=False, stop_after=2, checkpoint_every=2)
+    with pytest.raises(ValueError, match="another plan"):
+        pretrain(Plan(size=TINY.size, seed=1), tmp_path, say=_quiet, compiled=False)
+
+
+def test_a_share_of_the_steps_is_varied_and_the_first_blocks_always_run():
+    plan = Plan(alignment_steps=0, text_horizon=4000, varied_share=0.3)
+    knobs = [draw_knobs(plan, step, plan.random(step)) for step in range(1000, 3200)]
+    varied = [k for k in knobs if len(k.blocks) < 16 or k.top_k < 8]
+    assert 0.25 < len(varied) / len(knobs) < 0.32
+    assert all(set(range(5)) <= set(k.blocks) for k in knobs)
+    assert {len(k.blocks) for k in varied} == {12, 13, 14, 15, 16}
+    assert {k.top_k for k in varied} == {4, 5, 6, 7, 8}
+
+
+def test_the_first_and_the_last_text_steps_run_the_whole_model():
+    plan = Plan(alignment_steps=0, text_horizon=1000, varied_share=1.0)
+    for step in (*range(0, 250, 10), *range(800, 1200, 10)):
+        knobs = draw_knobs(plan, step, plan.random(step))
+        assert (knobs.blocks, knobs.top_k) == (tuple(range(16)), 8)
+
+
+@pytest.mark.parametrize(("tier", "blocks", "top_k"), [(Tier.HIGH, 16, 8), (Tier.LOW, 12, 4), (Tier.MEDIUM, 14, 5)])
+def test_packed_questions_are_answered_as_alone_by_transformers(tier: Tier, blocks: int, top_k: int):
+    model = build(MosaicSize(width=32, expert_width=8, vision_width=16).config(), seed=3).eval()
+    exam = make_exam(Split.VALIDATION, 2, per_kind=1)
+    kept = kept_blocks([9, 6, 12, 7], blocks)
+    _, losses = answer_losses(model, exam, features_of(model, exam, tier), blocks=kept, top_k=top_k)
+    with torch.no_grad(), configured(model, kept, top_k):
+        for row, (tokens, length) in enumerate(zip(exam.questions.tokens, exam.questions.lengths, strict=True)):
+            mosaic = row // exam.questions_per_mosaic
+            crops = cut(exam.mosaics.pixels[mosaic : mosaic + 1], tier)[0]
+            logits = answer_logits(model, crops, tokens[:length].tolist(), tier)
+            alone = -logits.log_softmax(0)[exam.questions.answers[row]]
+            torch.testing.assert_close(torch.tensor(losses[row]), alone, atol=1e-4, rtol=1e-4)
+    assert len(model.model.language_model.layers) == 16
+    assert {block.mlp.gate.top_k for block in model.model.language_model.layers} == {8}

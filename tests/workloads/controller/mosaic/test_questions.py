@@ -1,0 +1,90 @@
+"""Answers, against a mosaic read by hand."""
+
+import numpy as np
+import pytest
+
+from groupwise.workloads.controller.mosaic.questions import KINDS, Kind, ask, read_aloud
+from groupwise.workloads.controller.mosaic.words import VOCABULARY_SIZE, decode, encode
+
+_ = 10  # an empty tile
+#                   a1 a2 a3 a4  b1 b2 b3 b4  c1 c2 c3 c4
+MOSAIC = np.array([[7, _, 2, 2, _, _, _, _, 3, 9, 2, 0]])
+BY_HAND = {
+    "empty a1": "no",
+    "empty a2": "yes",
+    "empty b4": "yes",
+    "empty c4": "no",
+    "blanks row1": "1",
+    "blanks row2": "4",
+    "blanks row3": "0",
+    "digit a1": "7",
+    "digit a3": "2",
+    "digit a4": "2",
+    "digit c1": "3",
+    "digit c2": "9",
+    "digit c3": "2",
+    "digit c4": "0",
+    "largest row1": "7",
+    "largest row2": "none",
+    "largest row3": "9",
+    "count 2": "3",
+    "count 7": "1",
+    "count 5": "0",
+    "sum a1 c2": "16",
+    "sum a3 a4": "4",
+    "sum c4 c1": "3",
+    "hop a1": "none",  # 7 -> b4
+    "hop a3": "2",  # 2 -> a3
+    "hop c1": "2",  # 3 -> a4
+    "hop c2": "9",  # 9 -> c2
+    "hop c4": "7",  # 0 -> a1
+}
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, set[str]]:
+    kinds = np.repeat(np.arange(len(KINDS)), 400)
+    found = ask(np.repeat(MOSAIC, len(kinds), axis=0), kinds, np.random.default_rng(0))
+    answers: dict[str, set[str]] = {}
+    for tokens, length, answer in zip(found.tokens, found.lengths, found.answers, strict=True):
+        answers.setdefault(decode(tokens[:length].tolist()), set()).add(decode([int(answer)]))
+    return answers
+
+
+@pytest.mark.parametrize(("question", "answer"), BY_HAND.items())
+def test_the_answer_is_the_one_found_by_hand(asked: dict[str, set[str]], question: str, answer: str):
+    assert asked[question] == {answer}
+
+
+def test_a_question_has_one_answer(asked: dict[str, set[str]]):
+    assert all(len(answers) == 1 for answers in asked.values())
+    assert {question.split()[0] for question in asked} == {kind.value for kind in Kind}
+
+
+def test_only_tiles_with_a_digit_are_asked_for_it(asked: dict[str, set[str]]):
+    for question in asked:
+        kind, *places = question.split()
+        if kind in ("digit", "sum", "hop"):
+            assert not {"a2", "b1", "b2", "b3", "b4"} & set(places)
+
+
+def test_a_sum_is_of_two_tiles(asked: dict[str, set[str]]):
+    assert all(len(set(question.split())) == 3 for question in asked if question.startswith("sum"))
+
+
+def test_reading_aloud_says_each_tile_after_the_one_before():
+    said, targets = read_aloud(MOSAIC)
+    assert decode(targets[0].tolist()) == "7 none 2 2 none none none none 3 9 2 0"
+    assert decode(said[0].tolist()) == "read 7 none 2 2 none none none none 3 9 2"
+
+
+def test_words_and_tokens_go_both_ways():
+    assert decode(encode("sum a1 b3")) == "sum a1 b3"
+    assert max(encode("18 c4 row3 hop")) < VOCABULARY_SIZE
+
+
+def test_an_unknown_word_is_named():
+    with pytest.raises(ValueError, match="'d9'"):
+        encode("digit d9")
+    with pytest.raises(ValueError, match="empty"):
+        encode("  ")
