@@ -1,0 +1,62 @@
+"""The shipped model under the executor answers as it does alone through transformers."""
+
+import random
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from groupwise.workloads.controller.adapter import LlavaAdapter
+from groupwise.workloads.controller.executor import Executor, Request
+from groupwise.workloads.controller.knobs import Knobs
+from groupwise.workloads.controller.mosaic.crops import Tier
+from groupwise.workloads.controller.mosaic.digits import Split
+from groupwise.workloads.controller.mosaic.model import answer_logits, configured, load_mosaic
+from groupwise.workloads.controller.mosaic.score.accuracy import make_exam
+from groupwise.workloads.controller.mosaic.steer import mosaic_options, mosaic_sample
+
+EXAM, OPTIONS = make_exam(Split.TEST, 4), mosaic_options()
+
+
+def question(number: int) -> list[int]:
+    return EXAM.questions.tokens[number, : EXAM.questions.lengths[number]].tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_mosaic()
+
+
+@pytest.fixture(scope="module")
+def samples():
+    asked = EXAM.questions_per_mosaic
+    return [mosaic_sample(EXAM.mosaics.pixels[number // asked], question(number)) for number in range(4 * asked)]
+
+
+@torch.inference_mode()
+def test_twenty_answers_together_are_those_of_transformers_alone(model, samples):
+    every, chance = list(OPTIONS.all()), random.Random(3)
+    requests = [Request(chance.choice(samples), chance.choice(every)) for _ in range(20)]
+    answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer(requests)
+    for request, answer in zip(requests, answers, strict=True):
+        knobs, path = request.knobs, OPTIONS.path(request.knobs)
+        kept = [block for block, top_k in enumerate(path) if top_k]
+        with configured(model, kept, knobs.top_k, knobs.insertion_position):
+            alone = answer_logits(model, request.sample.crops[knobs.tier], request.sample.question, Tier(knobs.tier))
+        assert answer.tokens == (int(alone.argmax()),)
+        assert_close(answer.first_logits, alone, rtol=0, atol=1e-4)
+
+
+def test_the_exam_is_passed_through_the_executor(model, samples):
+    answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer([Request(sample, OPTIONS.full) for sample in samples])
+    right = [answer.tokens[0] == int(truth) for answer, truth in zip(answers, EXAM.questions.answers, strict=True)]
+    assert sum(right) / len(right) > 0.88
+
+
+def test_samples_are_named_by_their_content():
+    one, other = EXAM.mosaics.pixels[0], EXAM.mosaics.pixels[1]
+    names = {mosaic_sample(pixels, asked).name for pixels in (one, other) for asked in ([3, 4], [3, 5])}
+    assert len(names) == 4
+    assert mosaic_sample(one, [3, 4]).name == mosaic_sample(one.clone(), (3, 4)).name
+    assert OPTIONS.full == Knobs("high", 1, 8, 16)
+    assert OPTIONS.cheapest == Knobs("low", 1, 4, 12)
