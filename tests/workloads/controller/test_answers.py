@@ -49,10 +49,10 @@ def test_remembered_in_memory_and_on_disk_by_model_sample_and_knobs(tmp_path):
     assert Answers("m").known([("a", KNOBS)]) == {}
 
 
-def test_two_processes_write_one_file(tmp_path):
+def test_several_processes_write_one_file(tmp_path):
     path = tmp_path / "answers.sqlite"
-    both = [writer(path, 0, 300), writer(path, 200, 500)]
-    for process in both:
+    several = [writer(path, first, first + 200) for first in (0, 100, 200, 300)]
+    for process in several:
         process.communicate(timeout=60)
         assert process.returncode == 0
     found = held(path, 500)

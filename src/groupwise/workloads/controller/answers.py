@@ -7,7 +7,8 @@ answer is written whole or not at all, also when the process is killed, and seve
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from groupwise.core.errors import UserError
@@ -44,7 +45,7 @@ class Answers:
         self._known.update(answers)
         if self._file is not None:
             rows = [(*self._row(key), " ".join(map(str, tokens))) for key, tokens in answers.items()]
-            with self._file:
+            with _writing(self._file):
                 self._file.executemany("insert or ignore into answers values (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def close(self) -> None:
@@ -63,12 +64,24 @@ class Answers:
         return self.model, sample, knobs.tier, knobs.insertion_position, knobs.top_k, knobs.blocks
 
 
+@contextmanager
+def _writing(file: sqlite3.Connection) -> Iterator[None]:
+    """All or nothing. The lock is taken at once: one who reads first and then wants to write is not made to wait."""
+    file.execute("begin immediate")
+    try:
+        yield
+    except BaseException:
+        file.execute("rollback")
+        raise
+    file.execute("commit")
+
+
 def _open(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = sqlite3.connect(path, timeout=60)
-        file.execute("pragma journal_mode = wal")
-        file.execute(_TABLE)
+        file = sqlite3.connect(path, timeout=60, isolation_level=None)
+        with _writing(file):
+            file.execute(_TABLE)
         return file
     except (sqlite3.Error, OSError) as error:
         raise UserError(
