@@ -34,12 +34,19 @@ def command(*words: object) -> list[str]:
     return [sys.executable, "-m", "groupwise", *map(str, words)]
 
 
-def on_ranks(ranks: int, program: Sequence[object], *, seconds: float = 150) -> subprocess.CompletedProcess[str]:
-    """Run a program (a file, or -m and a module, with its words) under torchrun with gloo on loopback."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--nnodes", "1"]
-    launcher += ["--master-addr", "127.0.0.1", "--master-port", str(_free_port())]
+def on_ranks(
+    ranks: int, program: Sequence[object], *, seconds: float = 150, launcher: str = "torchrun"
+) -> subprocess.CompletedProcess[str]:
+    """Run a program (a file, or -m and a module, with its words) on several ranks, with gloo on loopback."""
+    port = str(_free_port())
+    words = {
+        "torchrun": f"torch.distributed.run --nproc-per-node {ranks} --nnodes 1 --master-addr 127.0.0.1 --master-port",
+        "accelerate": f"accelerate.commands.launch --multi-gpu --num-processes {ranks} --num-machines 1"
+        " --mixed-precision no --dynamo-backend no --main-process-port",
+    }
+    start_with = [sys.executable, "-m", *words[launcher].split(), port]
     return subprocess.run(
-        [*launcher, *map(str, program)], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
+        [*start_with, *map(str, program)], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
     )
 
 

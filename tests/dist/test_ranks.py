@@ -9,6 +9,8 @@ from processes import on_ranks
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
+from groupwise.train.folder import read_lines
+
 WORKER = Path(__file__).parent / "worker.py"
 
 
@@ -84,6 +86,14 @@ def test_resumed_on_another_number_of_ranks_it_is_the_same_run_to_rounding(tmp_p
     )
     for name in straight:
         assert_close(moved[name], straight[name], rtol=0, atol=1e-12)
+
+
+def test_accelerate_launches_it_too(tmp_path):
+    words = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--steps", "2"]
+    ended = on_ranks(2, words, launcher="accelerate")
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "2 ranks" in ended.stderr
+    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 ONE_RANK_FAILS = """

@@ -29,7 +29,7 @@ usage: groupwise COMMAND ... [--json]
   groupwise train examples/doors.py                        train, into runs/doors
   groupwise train examples/doors.py --group-size 16 --help every field, with its meaning
   groupwise train examples/doors.py --resume               go on where it stopped
-  torchrun --nproc-per-node 4 -m groupwise train examples/doors.py    (or accelerate launch, on GPUs and NPUs)
+  torchrun --nproc-per-node 4 -m groupwise train examples/doors.py    (or accelerate launch)
   groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
 
 `groupwise COMMAND --help` explains a command. `--json` prints exactly one JSON object on stdout; all else goes to
