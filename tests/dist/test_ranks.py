@@ -132,6 +132,15 @@ def test_a_mistake_on_one_rank_is_everyones_and_nothing_is_lost(tmp_path):
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
 
 
+def test_when_only_the_first_rank_sees_the_damage_nobody_waits(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
+    words = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--resume"]
+    ended = on_ranks(2, words, seconds=60)
+    assert ended.returncode != 0
+    for rank in (0, 1):
+        assert f"groupwise (rank {rank}): Every checkpoint in" in ended.stderr
+
+
 def test_ranks_with_other_weights_are_found(tmp_path):
     program = tmp_path / "apart.py"
     program.write_text(

@@ -43,7 +43,7 @@ def training_steps(workload: Workload, *, state: State, shape: Shape, config: Co
         rollouts = rollout(workload, placed, comm)
         group_ids = gather_ids(rollouts, placed, comm)
         laps.lap("rollout_s")
-        rewards = weigh(judge(workload, rollouts, comm), config.reward)
+        rewards = weigh(gather_rewards(workload, rollouts, comm), config.reward)
         laps.lap("reward_s")
         advantages = group_advantages(rewards.total, group_ids, config.advantage)
         comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape))
@@ -97,7 +97,7 @@ def gather_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> Tensor:
     return group_ids
 
 
-def judge(workload: Workload, rollouts: Rollouts, comm: Comm) -> Terms:
+def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm) -> Terms:
     """The reward terms of the whole step in seat order."""
     with comm.together(f"rewards() of {type(workload).__name__}"):
         terms = workload.rewards(rollouts)

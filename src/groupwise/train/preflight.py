@@ -17,7 +17,7 @@ from groupwise.core.shape import Shape
 from groupwise.core.types import Rollouts, Scored
 from groupwise.dist.comm import Comm
 from groupwise.train.config import Config
-from groupwise.train.loop import gather_ids, judge, rollout
+from groupwise.train.loop import gather_ids, gather_rewards, rollout
 from groupwise.train.state import State, trainable_weights
 from groupwise.workloads.base import Workload
 
@@ -104,9 +104,10 @@ def _groups_hold(rollouts: Rollouts, placed: Placement, comm: Comm) -> str:
 
 
 def _rewards_seen(workload: Workload, rollouts: Rollouts, config: Config, comm: Comm) -> str:
-    rewards = weigh(judge(workload, rollouts, comm), config.reward)
-    present = rewards.total[~rewards.total.isnan()]
-    return f"{', '.join(rewards.terms.values)}: {present.min():.3g} to {present.max():.3g}, {rewards.missing} missing"
+    rewards = weigh(gather_rewards(workload, rollouts, comm), config.reward)
+    present = rewards.total[~rewards.total.isnan()].tolist()
+    span = f"{min(present):.3g} to {max(present):.3g}" if present else "none"
+    return f"{', '.join(rewards.terms.values)}: {span}, {rewards.missing} missing"
 
 
 def _ratio_is_one(scored: Scored, part: Rollouts, comm: Comm) -> Check:

@@ -72,7 +72,9 @@ def train(config: Config) -> Summary:
     begun = time.perf_counter()
     setup = set_up(config)
     folder = RunFolder(run_dir(config))
-    _on_main(setup.comm, lambda: folder.claim(resume=config.run.resume))
+    with setup.comm.together("Claiming the run folder"):
+        if setup.comm.is_main:
+            folder.claim(resume=config.run.resume)
     try:
         with Screen(
             steps=config.steps,
@@ -124,7 +126,9 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
     """Set the state to the newest good checkpoint, and the logs with it."""
     config, comm = setup.config, setup.comm
     wanted = comm.is_main and config.run.resume
-    path = comm.from_main(newest_good(folder.checkpoints, screen.warn) if wanted else None)
+    with comm.together("Reading the checkpoints"):
+        found = newest_good(folder.checkpoints, screen.warn) if wanted else None
+    path = comm.from_main(found)
     if path is not None:
         check_same_config(path, to_dict(config))
         restore(path, setup.state)
@@ -220,19 +224,6 @@ def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, 
     if trackers:
         trackers.log({f"eval/{name}": value for name, value in figures.items()}, setup.state.step)
     return figures
-
-
-def _on_main(comm: Comm, act: Callable[[], None]) -> None:
-    """Do something on rank 0; if the user must mend it, all ranks stop together."""
-    message = None
-    if comm.is_main:
-        try:
-            act()
-        except UserError as error:
-            message = str(error)
-    message = comm.from_main(message)
-    if message:
-        raise UserError(message)
 
 
 def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> Summary:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlavaForConditionalGeneration
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.crops import Tier, cut
 from groupwise.workloads.controller.mosaic.digits import Split
 from groupwise.workloads.controller.mosaic.model import (
@@ -74,5 +75,5 @@ def test_the_drop_order_spares_the_blocks_before_an_insertion_position():
 
 
 def test_a_folder_without_the_model_says_what_to_do(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="pretrain_mosaic"):
+    with pytest.raises(UserError, match="pretrain_mosaic"):
         load_mosaic(tmp_path)

@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.scene import COLUMNS, ROWS, TILES
 
 CROP_PIXELS = 12
@@ -47,7 +48,7 @@ def cut(pixels: Float[Tensor, "mosaics height width"], tier: Tier) -> Float[Tens
     """
     count, height, width = pixels.shape
     if height % ROWS or width % COLUMNS or height < ROWS * CROP_PIXELS or width < COLUMNS * CROP_PIXELS:
-        raise ValueError(
+        raise UserError(
             f"A mosaic of {height} x {width} pixels cannot be cut into {ROWS} x {COLUMNS} tiles: height and width"
             f" must be multiples of {ROWS} and {COLUMNS}, at least {ROWS * CROP_PIXELS} x {COLUMNS * CROP_PIXELS}."
         )

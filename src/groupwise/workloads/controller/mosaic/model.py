@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, OlmoeConfig, SiglipVisionConfig
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.crops import CHANNELS, CROP_PIXELS, PATCH_PIXELS, Tier, image_tokens
 from groupwise.workloads.controller.mosaic.words import IMAGE_TOKEN, PAD_TOKEN, VOCABULARY_SIZE
 
@@ -77,7 +78,7 @@ class MosaicSize:
 def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
     """Load the trained model; the shipped one unless another folder is named."""
     if not (folder / "model.safetensors").is_file():
-        raise FileNotFoundError(f"No mosaic model in {folder}: run scripts/pretrain_mosaic.py, or reinstall groupwise.")
+        raise UserError(f"No mosaic model in {folder}: run scripts/pretrain_mosaic.py, or reinstall groupwise.")
     return LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
 
 

@@ -1,5 +1,6 @@
 """The vocabulary: every word is one token."""
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.scene import COLUMNS, ROWS, TILES
 
 PAD = "<pad>"
@@ -28,10 +29,10 @@ def encode(text: str) -> list[int]:
     """Return the tokens of words separated by blanks, such as "sum a1 b3"."""
     words = text.split()
     if not words:
-        raise ValueError("The question is empty. Ask for example: digit b3")
+        raise UserError("The question is empty. Ask for example: digit b3")
     unknown = [word for word in words if word not in TOKEN_OF]
     if unknown:
-        raise ValueError(f"mosaic does not know the word {unknown[0]!r}. It knows: {' '.join(VOCABULARY[2:])}.")
+        raise UserError(f"mosaic does not know the word {unknown[0]!r}. It knows: {' '.join(VOCABULARY[2:])}.")
     return [TOKEN_OF[word] for word in words]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.digits import Split, load_handwriting
 from groupwise.workloads.controller.mosaic.pretrain.dense import BlockPass, block_pass
 from groupwise.workloads.controller.mosaic.pretrain.initial import build
@@ -97,7 +98,7 @@ def _resume(plan: Plan, folder: Path, learner: nn.Module, optimizer: torch.optim
         return 0
     state = torch.load(path, weights_only=True)
     if state["plan"] != repr(plan):
-        raise ValueError(f"{path} was written with another plan. Take another folder, or that plan: {state['plan']}")
+        raise UserError(f"{path} was written with another plan. Take another folder, or that plan: {state['plan']}")
     learner.load_state_dict(state["learner"])
     optimizer.load_state_dict(state["optimizer"])
     return int(state["steps_done"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.score.knobs import Setting
 
 _UNIT_MS = 0.02
@@ -47,7 +48,7 @@ def best_by_kind(accuracy: Mapping[Setting, np.ndarray], ms: Mapping[Setting, fl
             grown[better], taken[kind, better] = offered[better], number
         value = grown
     if np.isinf(value[capacity]):
-        raise ValueError(f"No choice of settings takes {budget_ms} ms or less on average.")
+        raise UserError(f"No choice of settings takes {budget_ms} ms or less on average.")
     return _trace(settings, units, taken, capacity, ms)
 
 
