@@ -1,5 +1,9 @@
 """4 samples x 5 configurations of the embedded model: the executor against one configuration at a time, in one run.
 
+The serial loop does for each configuration what a rollout needs: the latency token (vision and the blocks before the
+insertion position), then the answer by `generate`, both with stock transformers. Ends with where the executor's time
+goes, against the rate at which this core multiplies large matrices.
+
 python bench/executor.py
 """
 
@@ -8,23 +12,36 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaForConditionalGeneration
 
 from groupwise.workloads.controller.adapter import LlavaAdapter
 from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.executor import Executor, Request
+from groupwise.workloads.controller.executor import Answer, Executor, Request
+from groupwise.workloads.controller.knobs import Work
 from groupwise.workloads.controller.mosaic.crops import Tier
 from groupwise.workloads.controller.mosaic.digits import Split
-from groupwise.workloads.controller.mosaic.model import answer_logits, configured, load_mosaic
+from groupwise.workloads.controller.mosaic.model import configured, load_mosaic, prompt
 from groupwise.workloads.controller.mosaic.score.accuracy import make_exam
 from groupwise.workloads.controller.mosaic.steer import mosaic_options, mosaic_sample
+from groupwise.workloads.controller.mosaic.words import PAD_TOKEN
 from groupwise.workloads.controller.recall import recall
 
 OPTIONS = mosaic_options()
-SERIAL = "serial, grouped_mm (transformers' default)"
+SERIAL = "serial: latency token, then generate"
+COLD = "executor, cold"
+PRODUCTS = "matrix products"
+OPERATORS = {
+    PRODUCTS: ("aten::mm", "aten::addmm", "aten::bmm", "aten::_grouped_mm"),
+    "attention": ("aten::_scaled_dot_product_flash_attention_for_cpu",),
+    "routing and moving rows": (
+        *("aten::topk", "aten::sort", "aten::nonzero", "aten::index", "aten::index_select", "aten::cat"),
+        *("aten::_embedding_bag", "aten::bincount", "aten::copy_", "aten::cumsum", "aten::scatter_"),
+    ),
+}
 
 
 def twenty_requests() -> list[Request]:
@@ -39,17 +56,35 @@ def twenty_requests() -> list[Request]:
 
 
 @torch.inference_mode()
-def serial(model: LlavaForConditionalGeneration, requests: Sequence[Request], experts: str) -> list[int]:
-    """The loop to beat: one configuration after the other through stock transformers, nothing shared."""
-    model.config.text_config._experts_implementation = experts
-    answers = []
-    for request in requests:
-        knobs = request.knobs
-        kept = [block for block, top_k in enumerate(OPTIONS.path(knobs)) if top_k]
-        with configured(model, kept, knobs.top_k, knobs.insertion_position):
-            logits = answer_logits(model, request.sample.crops[knobs.tier], request.sample.question, Tier(knobs.tier))
-        answers.append(int(logits.argmax()))
-    return answers
+def latency_token(model: LlavaForConditionalGeneration, request: Request) -> torch.Tensor:
+    """The state of one more token after the blocks before the insertion position."""
+    knobs, seen = request.knobs, list[torch.Tensor]()
+    last_block = model.model.language_model.layers[knobs.insertion_position - 1]
+    hook = last_block.register_forward_hook(lambda _, __, output: seen.append(output))
+    with configured(model, range(knobs.insertion_position), OPTIONS.full_top_k):
+        ids = prompt([*request.sample.question, PAD_TOKEN], Tier(knobs.tier))
+        model.model(input_ids=ids, pixel_values=request.sample.crops[knobs.tier], use_cache=False)
+    hook.remove()
+    return seen[0][0, -1]
+
+
+@torch.inference_mode()
+def generated(model: LlavaForConditionalGeneration, request: Request) -> int:
+    knobs = request.knobs
+    kept = [block for block, top_k in enumerate(OPTIONS.path(knobs)) if top_k]
+    with configured(model, kept, knobs.top_k, knobs.insertion_position):
+        ids = prompt(request.sample.question, Tier(knobs.tier))
+        pixels = request.sample.crops[knobs.tier]
+        return int(model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=1, do_sample=False)[0, -1])
+
+
+def together(executor: Executor, requests: Sequence[Request]) -> tuple[list[Answer], Work, list[torch.Tensor]]:
+    """The same for all of them at once: the latency tokens, then the answers."""
+    heads = {request.head: (request.sample, request.knobs.tier) for request in requests}
+    prefix = executor.prefix(list(heads.values()), executor.adapter.embed(torch.tensor([PAD_TOKEN]))[0])
+    tokens = [prefix.latency_tokens[request.head][request.knobs.insertion_position - 1] for request in requests]
+    answers, work = executor.answer(requests, prefix=prefix)
+    return answers, prefix.known.work + work, tokens
 
 
 def milliseconds(act: Callable[[], object]) -> float:
@@ -58,25 +93,53 @@ def milliseconds(act: Callable[[], object]) -> float:
     return 1000 * (time.perf_counter() - begun)
 
 
+def gemm_rate() -> float:
+    """Floating point operations a second in products of 1024 x 1024 matrices."""
+    left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    return 2 * 1024**3 / (min(milliseconds(lambda: left @ right) for _ in range(9)) / 1000)
+
+
+def where_time_goes(executor: Executor, requests: Sequence[Request]) -> Mapping[str, float]:
+    """Milliseconds by kind of operator, and what the matrix products alone would take at the GEMM rate."""
+    with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiled:
+        begun = time.perf_counter()
+        together(executor, requests)
+        whole = 1000 * (time.perf_counter() - begun)
+    events = profiled.key_averages()
+    by_name = {event.key: event.self_cpu_time_total / 1000 for event in events}
+    flops = sum(event.flops for event in events if event.key in OPERATORS[PRODUCTS])
+    spent = {kind: sum(by_name.get(name, 0.0) for name in names) for kind, names in OPERATORS.items()}
+    spent["other operators"] = sum(by_name.values()) - sum(spent.values())
+    spent["Python between them"] = whole - sum(by_name.values())
+    return spent | {f"{PRODUCTS}, {flops / 1e9:.1f} GFLOP at the GEMM rate": 1000 * flops / gemm_rate()}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model = load_mosaic()
+    model.generation_config.pad_token_id = PAD_TOKEN
     executor, memory, requests = Executor(LlavaAdapter(model), OPTIONS), Answers("mosaic"), twenty_requests()
-    answers, work = executor.answer(requests)
-    assert [answer.tokens[0] for answer in answers] == serial(model, requests, "grouped_mm")
+    answers, work, tokens = together(executor, requests)
+    assert [answer.tokens[0] for answer in answers] == [generated(model, request) for request in requests]
+    torch.testing.assert_close(tokens, [latency_token(model, request) for request in requests], atol=1e-4, rtol=1e-4)
     recall(executor, memory, requests)
     ways: dict[str, Callable[[], object]] = {
-        "serial, eager experts": lambda: serial(model, requests, "eager"),
-        SERIAL: lambda: serial(model, requests, "grouped_mm"),
-        "executor, cold": lambda: executor.answer(requests),
+        SERIAL: lambda: [(latency_token(model, request), generated(model, request)) for request in requests],
+        "serial: answers only": lambda: [generated(model, request) for request in requests],
+        COLD: lambda: together(executor, requests),
+        "executor, cold, answers only": lambda: executor.answer(requests),
         "executor, remembered": lambda: recall(executor, memory, requests),
     }
     rounds = [{name: milliseconds(way) for name, way in ways.items()} for _ in range(9)]
     medians = {name: statistics.median(found[name] for found in rounds) for name in ways}
     print("4 samples x 5 configurations, one thread, median of 9 alternating rounds, measured")
     for name, median in medians.items():
-        print(f"  {name:<44} {median:9.2f} ms  {medians[SERIAL] / median:9.2f}x")
+        print(f"  {name:<48} {median:9.2f} ms  {medians[SERIAL] / median:9.2f}x")
+    print(f"  ratio of each round: {', '.join(f'{found[SERIAL] / found[COLD]:.1f}' for found in rounds)}")
     print(f"  work of the executor: {work}")
+    print("where a cold call's time goes, profiled")
+    for name, spent in where_time_goes(executor, requests).items():
+        print(f"  {name:<48} {spent:9.2f} ms")
 
 
 if __name__ == "__main__":

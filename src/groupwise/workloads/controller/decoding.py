@@ -40,7 +40,7 @@ class _Cache:
 def decode(blocks: Blocks, rows: Sequence[Row], *, new_tokens: int, stop_token: int | None, tally: Tally) -> None:
     """Append tokens to every row, up to `new_tokens` more or its stop token. n tokens in all take n - 1 steps."""
     live = [row for row in rows if row.tokens[-1] != stop_token]
-    caches = _caches(live, new_tokens) if live else {}
+    caches = _caches(live, new_tokens) if live and new_tokens else {}
     for _ in range(new_tokens):
         if not live:
             return

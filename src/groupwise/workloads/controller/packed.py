@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
-from torch.nn.functional import grouped_mm, linear, pad, scaled_dot_product_attention
+from torch.nn.functional import embedding_bag, grouped_mm, linear, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -138,14 +138,18 @@ def experts_of_row(
     if getattr(self, "groupwise_renormalise", False):
         kept = top_k_weights * wanted
         top_k_weights = kept / kept.sum(1, keepdim=True)
-    token, choice = wanted.nonzero(as_tuple=True)
+    token = wanted.nonzero()[:, 0]
     packing.tally.expert_pairs += len(token)
-    expert = top_k_index[token, choice]
+    expert = top_k_index[wanted]
     order = expert.argsort(stable=True)
-    token, choice, counts = token[order], choice[order], torch.bincount(expert, minlength=self.num_experts)
-    gate, up = _by_expert(hidden[token], self.gate_up_proj, counts).chunk(2, dim=-1)
-    weighted = self.act_fn(gate) * up * top_k_weights[token, choice, None].to(hidden.dtype)
-    return torch.zeros_like(hidden).index_add_(0, token, _by_expert(weighted, self.down_proj, counts))
+    counts = torch.bincount(expert, minlength=self.num_experts)
+    gate, up = _by_expert(hidden.index_select(0, token[order]), self.gate_up_proj, counts).chunk(2, dim=-1)
+    found = _by_expert(self.act_fn(gate) * up, self.down_proj, counts)
+    # The weighted sum of each token's pairs: one pass, where a scatter would take three.
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    ends = wanted.sum(1).cumsum(0)
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    return embedding_bag(places, found, starts, mode="sum", per_sample_weights=top_k_weights[wanted].to(found.dtype))
 
 
 def _by_expert(
