@@ -23,14 +23,16 @@ def run(capsys, *words):
 def test_help_and_configs_do_not_import_torch():
     program = (
         "import sys, groupwise, groupwise.cli.main, groupwise.cli.train, groupwise.cli.check, groupwise.cli.place;"
-        "import groupwise.cli.eval, groupwise.recipes, groupwise.core.shape;"
+        "import groupwise.cli.eval, groupwise.cli.measure, groupwise.recipes, groupwise.core.shape;"
         "from groupwise import Config, LossConfig, Shape, Workload, WorkloadConfig, UserError;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
 
 
-@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["place", "--help"], ["eval", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["train", "--help"], ["place", "--help"], ["eval", "--help"], ["measure", "--help"]]
+)
 def test_help_teaches_in_under_half_a_second(words):
     seconds = []
     for _ in range(5):  # the best of five, in processor time: other processes may have the core meanwhile

@@ -17,6 +17,7 @@ COMMANDS = {
     "check": "preflight alone: is the set-up sound? Trains nothing",
     "place": "show which member of which group runs where",
     "eval": "evaluate the newest checkpoint of a run",
+    "measure": "show where the milliseconds of an answer go, by tier and depth",
 }
 
 HELP = f"""\
@@ -31,6 +32,7 @@ usage: groupwise COMMAND ... [--json]
   groupwise train examples/doors.py --resume               go on where it stopped
   torchrun --nproc-per-node 4 -m groupwise train examples/doors.py    (or accelerate launch)
   groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
+  groupwise measure mosaic                                 vision, prefill and decode, in tables and a picture
 
 `groupwise COMMAND --help` explains a command. `--json` prints exactly one JSON object on stdout; all else goes to
 stderr. Exit code 0 is success, 2 a mistake that you can mend (the message says how), 130 a run that you stopped.
@@ -71,7 +73,8 @@ def _run(words: Sequence[str], as_json: bool) -> int:
         sys.stdout = None
         return 0
     except KeyboardInterrupt:
-        stopped = "Stopped at once. --resume continues from the newest checkpoint, or from the start if there is none."
+        resume = " --resume continues from the newest checkpoint, or from the start if there is none."
+        stopped = f"Stopped at once.{resume if words[0] == 'train' else ''}"
         print(f"groupwise{_rank()}: {stopped}", file=sys.stderr)
         return _fail(stopped, as_json, code=130)
     except Exception as error:
