@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from groupwise.workloads.controller.adapter import Adapter
@@ -23,28 +23,33 @@ class Blocks:
         self.adapter = adapter
 
     def run(
-        self, block: int, rows: Sequence[Float[Tensor, "_ width"]], top_ks: Sequence[int], tally: Tally
+        self,
+        block: int,
+        rows: Sequence[Float[Tensor, "_ width"]],
+        places: Sequence[Int64[Tensor, "axes _"]],
+        top_ks: Sequence[int],
+        tally: Tally,
     ) -> tuple[list[Tensor], list[KeysValues]]:
         """One block on whole prompts, each with its own top-k: new states, and the keys and values it has made."""
         lengths = tuple(len(row) for row in rows)
         top_k = torch.tensor(top_ks).repeat_interleave(torch.tensor(lengths))
-        record = _Record()
-        output = self._call(block, torch.cat(list(rows)), [0] * len(rows), Packing(lengths, top_k, tally), record)
+        packing, record = Packing(lengths, top_k, tally), _Record()
+        output = self._call(block, torch.cat(list(rows)), torch.cat(list(places), dim=1), packing, record)
         keys, values = record.keys[0].split(lengths, dim=1), record.values[0].split(lengths, dim=1)
         return list(output.split(lengths)), list(zip(keys, values, strict=True))
 
     def step(
-        self, block: int, hidden: Float[Tensor, "rows width"], starts: Sequence[int], packing: Packing
+        self, block: int, hidden: Float[Tensor, "rows width"], places: Sequence[int], packing: Packing
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's past."""
-        return self._call(block, hidden, starts, packing, None)
+        return self._call(block, hidden, torch.tensor([places]), packing, None)
 
-    def _call(self, block: int, hidden: Tensor, starts: Sequence[int], packing: Packing, record: Any) -> Tensor:
+    def _call(self, block: int, hidden: Tensor, places: Tensor, packing: Packing, record: Any) -> Tensor:
         packing.tally.block_rows += len(packing.lengths)
         with packed(packing):
             output = self.adapter.blocks[block](
                 hidden[None],
-                position_embeddings=self.adapter.positions(packing.lengths, starts),
+                position_embeddings=self.adapter.rotary(places),
                 attention_mask=None,
                 past_key_values=record,
             )

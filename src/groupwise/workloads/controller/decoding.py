@@ -18,7 +18,8 @@ class Row:
 
     path: tuple[int, ...]
     """The top-k of every block; 0 where it does not run."""
-    prompt_length: int
+    first_place: int
+    """The rotary position of its first token."""
     keys_values: Sequence[KeysValues | None]
     """What every block has kept of the prompt; None where it did not run."""
     tokens: list[int]
@@ -26,7 +27,7 @@ class Row:
 
     @property
     def next_place(self) -> int:
-        return self.prompt_length + len(self.tokens) - 1
+        return self.first_place + len(self.tokens) - 1
 
 
 @dataclass

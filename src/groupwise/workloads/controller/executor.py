@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.workloads.controller.adapter import Adapter, Sample
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.adapter import Adapter, Prompt, Sample
 from groupwise.workloads.controller.blocks import Blocks, KeysValues
 from groupwise.workloads.controller.decoding import Row, decode
 from groupwise.workloads.controller.knobs import KnobOptions, Knobs, Work
@@ -47,14 +48,16 @@ class Answer:
 class Known:
     """States and keys and values by node, and a count of what was run for them."""
 
+    prompts: dict[Head, Prompt]
     states: dict[Node, Float[Tensor, "tokens width"]]
     keys_values: dict[Node, KeysValues] = field(default_factory=dict)
     tally: Tally = field(default_factory=Tally)
     crops: int = 0
+    patches: int = 0
 
     @property
     def work(self) -> Work:
-        return Work(self.crops, self.tally.block_rows, self.tally.expert_pairs)
+        return Work(self.crops, self.tally.block_rows, self.tally.expert_pairs, self.patches)
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,16 @@ class Executor:
         known = self._encode(heads)
         names = [(sample.name, tier) for sample, tier in heads]
         names.sort(key=lambda name: len(known.states[name, ()]))
-        rows = [torch.cat([known.states[name, ()], latency_token[None].to(known.states[name, ()])]) for name in names]
-        full, seen = self.options.full_top_k, dict[Head, list[Tensor]]((name, []) for name in names)
+        prompts = [known.prompts[name] for name in names]
+        rows = [torch.cat([prompt.states, latency_token[None].to(prompt.states)]) for prompt in prompts]
+        places = [torch.nn.functional.pad(prompt.places, (0, 1), value=prompt.next_place) for prompt in prompts]
+        path, seen = self.options.path(self.options.full), dict[Head, list[Tensor]]((name, []) for name in names)
         with self.blocks.installed():
             for block in range(max(self.options.insertion_positions)):
-                rows, pairs = self.blocks.run(block, rows, [full] * len(rows), known.tally)
+                rows, pairs = self.blocks.run(block, rows, places, [path[block]] * len(rows), known.tally)
+                rows = [prompt.after_block(block, states) for prompt, states in zip(prompts, rows, strict=True)]
                 for name, states, (keys, values) in zip(names, rows, pairs, strict=True):
-                    node = name, (full,) * (block + 1)
+                    node = name, path[: block + 1]
                     known.states[node], known.keys_values[node] = states[:-1], (keys[:, :-1], values[:, :-1])
                     seen[name].append(states[-1])
         positions = [position - 1 for position in self.options.insertion_positions]
@@ -119,14 +125,20 @@ class Executor:
         return [found[leaf] for leaf in leaves], known.work
 
     def _encode(self, heads: Sequence[tuple[Sample, str]]) -> Known:
-        encoded, crops = self.adapter.encode(heads)
-        names = [(sample.name, tier) for sample, tier in heads]
-        return Known({(name, ()): states for name, states in zip(names, encoded, strict=True)}, crops=crops)
+        encoded = self.adapter.encode(heads)
+        prompts = {(sample.name, tier): prompt for (sample, tier), prompt in zip(heads, encoded.prompts, strict=True)}
+        states: dict[Node, Tensor] = {(head, ()): prompt.states for head, prompt in prompts.items()}
+        return Known(prompts, states, crops=encoded.crops, patches=encoded.patches)
 
     def _start(self, requests: Sequence[Request], prefix: Prefix | None) -> Known:
         """Embeddings of what is asked about, or what a prefix pass has left."""
         if prefix is not None:
-            return Known(dict(prefix.known.states), dict(prefix.known.keys_values))
+            missing = {request.head for request in requests} - prefix.known.prompts.keys()
+            if missing:
+                raise UserError(
+                    f"The prefix pass did not see {sorted(missing)}: give prefix() every (sample, tier) that is asked."
+                )
+            return Known(prefix.known.prompts, dict(prefix.known.states), dict(prefix.known.keys_values))
         return self._encode(list({r.head: (r.sample, r.knobs.tier) for r in requests}.values()))
 
     def _run(self, known: Known, leaves: Sequence[Node]) -> None:
@@ -136,15 +148,20 @@ class Executor:
             new = [node for node in wanted if node not in known.states]
             for head, path in new:
                 if not path[-1]:
-                    known.states[head, path] = known.states[head, path[:-1]]
+                    known.states[head, path] = known.prompts[head].after_block(block, known.states[head, path[:-1]])
             running = sorted((node for node in new if node[1][-1]), key=lambda node: len(known.states[node[0], ()]))
             if running:
-                parents = [known.states[head, path[:-1]] for head, path in running]
-                outputs, pairs = self.blocks.run(block, parents, [path[-1] for _, path in running], known.tally)
-                known.states.update(zip(running, outputs, strict=True))
-                known.keys_values.update(zip(running, pairs, strict=True))
+                self._run_block(known, block, running)
+
+    def _run_block(self, known: Known, block: int, running: Sequence[Node]) -> None:
+        parents = [known.states[head, path[:-1]] for head, path in running]
+        prompts = [known.prompts[head] for head, _ in running]
+        places = [prompt.places for prompt in prompts]
+        outputs, pairs = self.blocks.run(block, parents, places, [path[-1] for _, path in running], known.tally)
+        for node, prompt, states, pair in zip(running, prompts, outputs, pairs, strict=True):
+            known.states[node], known.keys_values[node] = prompt.after_block(block, states), pair
 
     def _row(self, known: Known, leaf: Node, first_token: int) -> Row:
         head, path = leaf
         kept = [known.keys_values[head, path[: block + 1]] if k else None for block, k in enumerate(path)]
-        return Row(path, len(known.states[leaf]), kept, [first_token])
+        return Row(path, known.prompts[head].next_place, kept, [first_token])

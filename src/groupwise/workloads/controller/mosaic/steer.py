@@ -20,7 +20,7 @@ def mosaic_options(folder: Path = ASSET) -> KnobOptions:
         crops={tier.value: count for tier, count in CROPS.items()},
         total_blocks=BLOCKS,
         full_top_k=TOP_K,
-        drop_order=load_drop_order(folder),
+        drop_order=tuple(load_drop_order(folder)),
         most_dropped=BLOCKS - FEWEST_BLOCKS,
         smallest_top_k=SMALLEST_TOP_K,
     )

@@ -1,0 +1,84 @@
+"""From a picture and a question in words to a sample."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from PIL.Image import Image
+from torch import Tensor
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.adapter import Sample
+from groupwise.workloads.controller.images import open_image
+from groupwise.workloads.controller.loading import LoadedModel
+
+
+def sample_from(image: Path | str | Image, question: str, loaded: LoadedModel) -> Sample:
+    """A question about a picture, ready for every tier of this model.
+
+    The question goes through the tokenizer's chat template; for a tokenizer without one it is the whole prompt, and
+    says with the image token where the image stands.
+    """
+    if loaded.tokenizer is None or loaded.statistics is None:
+        missing = "tokenizer" if loaded.tokenizer is None else "image processor"
+        raise UserError(
+            f"The model {loaded.name!r} came without a {missing}, so words and pictures cannot be turned into its"
+            f" input. Save the {missing} in its folder; for mosaic, use mosaic_sample()."
+        )
+    before, after = _words(question, loaded)
+    crops = loaded.adapter.cut(open_image(image), loaded.options, loaded.statistics)
+    _check_length(len(before) + len(after), crops, loaded)
+    digest = hashlib.blake2b(repr((before, after)).encode(), digest_size=16)
+    for tier, pixels in crops.items():
+        digest.update(f"{tier}{tuple(pixels.shape)}".encode())
+        digest.update(pixels.contiguous().numpy().tobytes())
+    return Sample(digest.hexdigest(), crops, after, before)
+
+
+def _words(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Token ids before and after the image."""
+    tokenizer, image_id = loaded.tokenizer, loaded.model.config.image_token_id
+    image_word = tokenizer.convert_ids_to_tokens(image_id)
+    if not question.replace(image_word, "").strip():
+        raise UserError("The question is empty. Ask something about the image.")
+    text = question
+    if tokenizer.chat_template is not None:
+        content = [{"type": "image"}, {"type": "text", "text": question}]
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+    begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+    ids = tuple(tokenizer(text, add_special_tokens=not begun)["input_ids"])
+    if ids.count(image_id) != 1:
+        raise UserError(_misplaced(image_word, ids.count(image_id), templated=tokenizer.chat_template is not None))
+    place = ids.index(image_id)
+    return ids[:place], ids[place + 1 :]
+
+
+def _misplaced(image_word: str, count: int, *, templated: bool) -> str:
+    if not templated:
+        return (
+            f"The prompt holds the image token {image_word!r} {count} times: it must stand once, where the image"
+            f" belongs, since this model's tokenizer has no chat template. Write for example"
+            f" 'USER: {image_word} What is this? ASSISTANT:'."
+        )
+    if count:
+        return (
+            f"The question holds the image token {image_word!r}, which the chat template already puts in. Leave it out."
+        )
+    return (
+        f"The chat template of this model puts no image token {image_word!r} into the prompt: it is made for text"
+        " alone. Store a template for images with the tokenizer."
+    )
+
+
+def _check_length(words: int, crops: dict[str, Tensor], loaded: LoadedModel) -> None:
+    most = loaded.adapter.text_config.max_position_embeddings
+    tokens, tier = max((loaded.adapter.image_tokens(pixels), tier) for tier, pixels in crops.items())
+    if words + tokens > most:
+        raise UserError(
+            f"The question with its template has {words} tokens, and at tier {tier!r} the image has {tokens}: together"
+            f" at most {most} are allowed. Shorten the question to {max(0, most - tokens)} tokens, or offer coarser"
+            " tiers."
+        )
