@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 ENVIRONMENT = {
     **{name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(TESTS),
+    "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent / "src")]),
     "COLUMNS": "120",
 }
 

@@ -16,7 +16,7 @@ from types import ModuleType
 from groupwise.core.errors import UserError
 from groupwise.train.config import Config
 
-RECIPES: dict[str, str] = {}
+RECIPES: dict[str, str] = {"controller": "groupwise.recipes.controller:recipe"}
 """Built-in recipes: name to `module:function`."""
 
 HOW_TO_NAME = (

@@ -1,0 +1,122 @@
+"""Conditions: every question under every budget, with what is estimated to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int64
+from torch import Tensor
+
+from groupwise.core.identity import group_id
+from groupwise.workloads.controller.budget import Budget, refusal
+from groupwise.workloads.controller.config import BudgetConfig
+from groupwise.workloads.controller.estimates import LatencyEstimator, costs
+from groupwise.workloads.controller.knobs import KnobOptions
+from groupwise.workloads.controller.task import Question
+
+Rows = Int64[Tensor, " rows"]
+Tables = Float[Tensor, "rows tiers positions top_ks blocks"]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Condition c asks question c // budgets under budget c % budgets."""
+
+    questions: Sequence[Question]
+    config: BudgetConfig
+    table: Int64[Tensor, " questions"]
+    """Questions with prompts of equal length share their estimates."""
+    median_ms: Float[Tensor, "tables tiers positions top_ks blocks"]
+    high_ms: Float[Tensor, "tables tiers positions top_ks blocks"]
+    budget_ms: Float[Tensor, " conditions"]
+    budget_share: Float[Tensor, " conditions"]
+    """Where the budget lies between the cheapest configuration's median (0) and the full one's (1)."""
+    impossible: Bool[Tensor, " conditions"]
+    """No configuration fits: the cheapest is taken."""
+    group_ids: Int64[Tensor, " conditions"]
+
+    def __len__(self) -> int:
+        return len(self.budget_ms)
+
+    def question_of(self, rows: Rows) -> list[Question]:
+        return [self.questions[row // len(self.config.values)] for row in rows.tolist()]
+
+    def budget_of(self, row: int) -> Budget:
+        return self.config.budgets[row % len(self.config.values)]
+
+    def estimates(self, rows: Rows) -> tuple[Tables, Tables]:
+        """Medians and high quantiles of every configuration."""
+        tables = self.table[rows // len(self.config.values)]
+        return self.median_ms[tables], self.high_ms[tables]
+
+    def fits(self, rows: Rows) -> Bool[Tensor, "rows tiers positions top_ks blocks"]:
+        """What may be chosen. With the penalty that is everything; where nothing fits, the cheapest alone."""
+        promised_ms = self.promised_ms(rows)
+        guaranteed = self.config.respect == "guarantee"
+        limit_ms = self.budget_ms[rows] if guaranteed else torch.full((len(rows),), torch.inf)
+        fitting = promised_ms <= limit_ms.view(-1, 1, 1, 1, 1)
+        flat = promised_ms.flatten(1)
+        cheapest = torch.zeros_like(flat, dtype=torch.bool).scatter(1, flat.argmin(1, keepdim=True), True)
+        return torch.where(self.impossible[rows].view(-1, 1, 1, 1, 1), cheapest.view_as(fitting), fitting)
+
+    def promised_ms(self, rows: Rows) -> Tables:
+        """What is held against the budget: the high quantile where it is guaranteed, else the median."""
+        medians, highs = self.estimates(rows)
+        return highs if self.config.respect == "guarantee" else medians
+
+    def over_budget(self, rows: Rows, choices: Int64[Tensor, "rows 4"]) -> Bool[Tensor, " rows"]:
+        """Whether what was chosen is estimated not to fit."""
+        return at(self.promised_ms(rows), choices) > self.budget_ms[rows]
+
+
+def at(tables: Tables, choices: Int64[Tensor, "rows 4"]) -> Float[Tensor, " rows"]:
+    """Each row's entry for what it chose."""
+    return tables[(torch.arange(len(tables)), *choices.unbind(1))]
+
+
+def make_conditions(
+    questions: Sequence[Question], estimator: LatencyEstimator, options: KnobOptions, config: BudgetConfig
+) -> Conditions:
+    """Estimate every configuration of every question; refuse a budget that nothing fits, unless asked not to."""
+    lengths = [tuple(question.prompt_tokens[tier] for tier in options.crops) for question in questions]
+    distinct = {length: number for number, length in enumerate(dict.fromkeys(lengths))}
+    found = [costs(estimator, options, dict(zip(options.crops, each, strict=True)), config.span) for each in distinct]
+    medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
+    table = torch.tensor([distinct[length] for length in lengths])
+    full_ms, cheapest_ms = medians[:, -1, 0, -1, -1][table], medians.flatten(1).amin(1)[table]
+    promised = (highs if config.respect == "guarantee" else medians).flatten(1).amin(1)[table]
+    budget_ms = torch.stack([_in_ms(config, ms) for ms in full_ms.tolist()])
+    impossible = promised[:, None] > budget_ms
+    if impossible.any() and config.on_impossible == "refuse":
+        row, nth = impossible.nonzero()[0].tolist()
+        raise refusal(
+            config.budgets[nth], float(budget_ms[row, nth]), float(promised[row]), float(full_ms[row])
+        ) from None
+    share = ((budget_ms - cheapest_ms[:, None]) / (full_ms - cheapest_ms).clamp(min=1e-9)[:, None]).clamp(0, 1)
+    ids = [
+        condition_id(row * len(config.budgets) + nth, question, budget, ms)
+        for row, question in enumerate(questions)
+        for nth, (budget, ms) in enumerate(zip(config.budgets, budget_ms[row].tolist(), strict=True))
+    ]
+    return Conditions(
+        questions,
+        config,
+        table,
+        medians,
+        highs,
+        budget_ms.flatten(),
+        share.flatten(),
+        impossible.flatten(),
+        torch.tensor(ids),
+    )
+
+
+def condition_id(index: int, question: Question, budget: Budget, budget_ms: float) -> int:
+    """A group is a question *and* a budget: answers under different budgets are never compared."""
+    return group_id(index, question.sample.name, question.text, budget_ms, budget.span)
+
+
+def _in_ms(config: BudgetConfig, full_ms: float) -> Float[Tensor, " budgets"]:
+    return torch.tensor([budget.in_ms(full_ms) for budget in config.budgets], dtype=torch.float64)

@@ -1,0 +1,68 @@
+"""The settings of a controller's training. No torch here: the heavy parts are imported in `build`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from groupwise.core.errors import require, require_types
+from groupwise.workloads.base import WorkloadConfig
+from groupwise.workloads.controller.budget import Budget, Span, Unit
+
+if TYPE_CHECKING:
+    import torch
+
+    from groupwise.workloads.controller.task import Task
+    from groupwise.workloads.controller.workload import ControllerWorkload
+
+
+@dataclass(frozen=True)
+class BudgetConfig:
+    values: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    """Every question is asked under each of these budgets: a condition is a question and a budget."""
+    unit: Unit = "fraction"
+    """Of the values: `ms`, or `fraction` of the full configuration's estimated median on the same question."""
+    span: Span = "answer"
+    """What the budget is for: the whole answer, or the time to the first token."""
+    respect: Literal["guarantee", "penalty"] = "guarantee"
+    """`guarantee`: what the estimator's high quantile says will not fit cannot be chosen. `penalty`: everything can be
+    chosen, and the reward falls where the estimated median is over the budget."""
+    on_impossible: Literal["refuse", "cheapest"] = "refuse"
+    """When no configuration fits a budget: refuse to start, or take the cheapest and count it."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "workload.budget.")
+        require(bool(self.values), "workload.budget.values", self.values, "at least one number")
+        require(len(set(self.values)) == len(self.values), "workload.budget.values", self.values, "all different")
+        _ = self.budgets
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        return tuple(Budget(float(value), self.unit, self.span) for value in self.values)
+
+
+@dataclass(frozen=True)
+class ControllerConfig(WorkloadConfig):
+    """Subclass it beside a task: `task` says what is asked, of which model, and what an answer is estimated to take."""
+
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
+    accuracy: str = "exact"
+    """How right an answer is: `exact`, `vqa` (soft match with several annotators), or your own module:function with
+    TRL's signature, reward(prompts, completions, answers, **columns)."""
+    policy_seed: int = 0
+    """Decides the controller's first weights."""
+    eval_rows_per_pass: int = 64
+    """Held-out conditions that are answered together. A memory knob."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "workload.")
+        require(self.eval_rows_per_pass >= 1, "workload.eval_rows_per_pass", self.eval_rows_per_pass, "at least 1")
+
+    def task(self, device: torch.device) -> Task:
+        """The model under its executor, its questions and its estimator; the same on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define task(device)")
+
+    def build(self, device: torch.device) -> ControllerWorkload:
+        from groupwise.workloads.controller.workload import ControllerWorkload
+
+        return ControllerWorkload(self.task(device), self, device)

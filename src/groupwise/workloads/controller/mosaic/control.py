@@ -1,0 +1,37 @@
+"""Settings of a controller for the embedded mosaic model. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from groupwise.core.errors import require
+from groupwise.workloads.controller.config import ControllerConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from groupwise.workloads.controller.task import Task
+
+
+@dataclass(frozen=True)
+class MosaicControllerConfig(ControllerConfig):
+    mosaics: int = 48
+    """Mosaics to train on, each with one question of every kind."""
+    held_out_mosaics: int = 16
+    """Mosaics of other handwriting to look at while training."""
+    question_seed: int = 0
+    """Decides which mosaics are drawn and what is asked."""
+    answers: Path | None = None
+    """File of remembered answers that later runs and other ranks share; None remembers within a run only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("mosaics", "held_out_mosaics"):
+            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+
+    def task(self, device: torch.device) -> Task:
+        from groupwise.workloads.controller.mosaic.task import mosaic_task
+
+        return mosaic_task(self, device)

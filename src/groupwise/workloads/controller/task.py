@@ -1,0 +1,66 @@
+"""What a controller is trained on: a frozen model, questions about images, and what answers are estimated to take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.adapter import Sample
+from groupwise.workloads.controller.answers import Answers
+from groupwise.workloads.controller.estimates import LatencyEstimator
+from groupwise.workloads.controller.executor import Executor, Prefix, Request
+from groupwise.workloads.controller.recall import recall
+
+
+@dataclass(frozen=True)
+class Question:
+    """One thing to ask, with what is known about it."""
+
+    sample: Sample
+    text: str
+    answers: tuple[str, ...]
+    """Right answers: one, or one from each annotator."""
+    prompt_tokens: Mapping[str, int]
+    """Length of the prompt at every tier, image tokens included."""
+    image: str = ""
+    """A name for people."""
+
+
+@dataclass(frozen=True)
+class Task:
+    executor: Executor
+    answers: Answers
+    """What is known already. Its name must tell the model and the way to stop."""
+    estimator: LatencyEstimator
+    questions: Sequence[Question]
+    """To train on."""
+    held_out: Sequence[Question]
+    """To look at while training; what decides between methods in the end must be others still."""
+    spell: Callable[[Sequence[int]], str]
+    """Text of an answer's tokens."""
+    max_new_tokens: int = 1
+    stop_token: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("questions", "held_out"):
+            if not getattr(self, name):
+                raise UserError(f"The task has no {name}: it needs at least one question there.")
+        for question in (*self.questions, *self.held_out):
+            if not question.answers:
+                raise UserError(
+                    f"The question {question.text!r} about {question.image or question.sample.name} has no right"
+                    " answer, so nothing can be learned from it. Add one, or leave the question out."
+                )
+
+    def answer(self, requests: Sequence[Request], prefix: Prefix | None = None) -> list[str]:
+        """What the model says to each request, computed together or remembered."""
+        tokens = recall(
+            self.executor,
+            self.answers,
+            requests,
+            prefix=prefix,
+            max_new_tokens=self.max_new_tokens,
+            stop_token=self.stop_token,
+        )
+        return [self.spell(entry) for entry in tokens]

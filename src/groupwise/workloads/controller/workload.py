@@ -1,0 +1,138 @@
+"""The controller as a workload: a condition is a question and a budget, a rollout is a row of four decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from groupwise.core.placement import Rows
+from groupwise.core.types import Rollouts, Scored, Terms, concatenate
+from groupwise.workloads.base import Workload
+from groupwise.workloads.controller.accuracy import accuracy_function, check_annotators
+from groupwise.workloads.controller.conditions import at, make_conditions
+from groupwise.workloads.controller.config import ControllerConfig
+from groupwise.workloads.controller.decisions import DECISIONS, Controller, greedy, knobs_of, repeated, sampled
+from groupwise.workloads.controller.executor import Prefix, Request
+from groupwise.workloads.controller.features import Features
+from groupwise.workloads.controller.policy import Policy
+from groupwise.workloads.controller.task import Question, Task
+from groupwise.workloads.controller.terms import cost_table, penalty_terms
+from groupwise.workloads.judge import judge
+
+
+class ControllerWorkload(Workload):
+    """Trains the knobs of a frozen model; its answers and hidden states are computed once and remembered."""
+
+    def __init__(self, task: Task, config: ControllerConfig, device: torch.device):
+        self.task, self.config, self.options = task, config, task.executor.options
+        every = (*task.questions, *task.held_out)
+        check_annotators(config.accuracy, [question.answers for question in every])
+        self._accuracy = accuracy_function(config.accuracy)
+        self.cost = cost_table(self.options)
+        self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
+        self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
+        self.conditions = len(self.training)
+        features = Features(task.executor)
+        self.policy = Policy(features.width, self.options, seed=config.policy_seed).to(device)
+        self.controller = Controller(self.policy, features, device)
+
+    def rollout(self, rows: Rows) -> Rollouts:
+        """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""
+        return concatenate([self._rollout(part) for part in rows.passes()])
+
+    def _rollout(self, rows: Rows) -> Rollouts:
+        chances = torch.cat([rows.uniform(decision) for decision in range(len(DECISIONS))], dim=1)
+        decided = self.controller.decide(self.training, rows.condition, sampled(chances))
+        return Rollouts(
+            self.training.group_ids[rows.condition],
+            decided.logp,
+            decided.free,
+            {
+                "condition": rows.condition,
+                "choices": decided.choices,
+                "answer": self.answer(self.training.question_of(rows.condition), decided.choices, decided.prefix),
+            },
+        )
+
+    def rewards(self, rollouts: Rollouts) -> Terms:
+        rows, choices, said = (rollouts.data[name] for name in ("condition", "choices", "answer"))
+        medians, _ = self.training.estimates(rows)
+        judged = self.judge_accuracy(self.training.question_of(rows), said)
+        rest = self.terms_of(at(medians, choices) / self.training.budget_ms[rows], self.cost[choices.unbind(1)])
+        return Terms({**judged.values, **rest}, judged.failures)
+
+    def score(self, rollouts: Rollouts) -> Scored:
+        choices = rollouts.data["choices"]
+        decided = self.controller.decide(self.training, rollouts.data["condition"], repeated(choices))
+        return Scored(decided.logp, entropy=decided.entropy)
+
+    def evaluate(self) -> Mapping[str, float]:
+        """Greedy choices on held-out questions under every budget; latency is estimated, not measured."""
+        budgets = self.config.budget.budgets
+        impossible = torch.cat([self.training.impossible, self.held_out.impossible])
+        accuracy, over, ms = (torch.cat(column).view(-1, len(budgets)) for column in zip(*self._greedy(), strict=True))
+        return {
+            "accuracy, greedy": accuracy.nanmean().item(),
+            **{f"accuracy at {budget}": accuracy[:, nth].nanmean().item() for nth, budget in enumerate(budgets)},
+            "estimated over budget": over.mean().item(),
+            "estimated ms": ms.mean().item(),
+            "conditions that nothing fits": impossible.double().mean().item(),
+        }
+
+    def _greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        found = []
+        for rows in torch.arange(len(self.held_out)).split(self.config.eval_rows_per_pass):
+            decided = self.controller.decide(self.held_out, rows, greedy)
+            questions, choices = self.held_out.question_of(rows), decided.choices
+            said = self.answer(questions, choices, decided.prefix)
+            accuracy = self.judge_accuracy(questions, said).values["accuracy"]
+            medians, _ = self.held_out.estimates(rows)
+            found.append((accuracy, self.held_out.over_budget(rows, choices).double(), at(medians, choices)))
+        return found
+
+    def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
+        rows, choices = rollouts.data["condition"], rollouts.data["choices"]
+        medians, highs = (at(tables, choices).tolist() for tables in self.training.estimates(rows))
+        questions, knobs = self.training.question_of(rows), knobs_of(self.options, choices)
+        return [
+            {
+                "image": question.image or question.sample.name,
+                "question": question.text,
+                "knobs": vars(knobs[nth]),
+                "answer": rollouts.data["answer"][nth],
+                "right_answers": list(question.answers),
+                "budget": str(self.training.budget_of(row)),
+                "budget_ms": float(self.training.budget_ms[row]),
+                "estimated_ms": medians[nth],
+                "estimated_high_ms": highs[nth],
+                "nothing_fits": bool(self.training.impossible[row]),
+            }
+            for nth, (row, question) in enumerate(zip(rows.tolist(), questions, strict=True))
+        ]
+
+    def answer(
+        self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: Prefix | None = None
+    ) -> list[str]:
+        """What the model says under these knobs, all together."""
+        knobs = knobs_of(self.options, choices)
+        requests = [Request(question.sample, each) for question, each in zip(questions, knobs, strict=True)]
+        return self.task.answer(requests, prefix)
+
+    def judge_accuracy(self, questions: Sequence[Question], said: Sequence[str]) -> Terms:
+        """How right each answer is; missing where the user's function failed."""
+        return judge(
+            {"accuracy": self._accuracy},
+            [question.text for question in questions],
+            list(said),
+            answers=[list(question.answers) for question in questions],
+            images=[question.image for question in questions],
+        )
+
+    def terms_of(self, ratio: Float[Tensor, "*rows"], cost: Float[Tensor, "*rows"]) -> dict[str, Tensor]:
+        """The terms besides accuracy. Within a guaranteed budget time has no price: only the configuration has."""
+        penalised = self.config.budget.respect == "penalty"
+        return {**(penalty_terms(ratio) if penalised else {}), "cost": cost}

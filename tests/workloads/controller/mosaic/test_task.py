@@ -1,0 +1,76 @@
+"""The controller's task on the embedded model: whose handwriting it is, what is asked, and that the recipe runs."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import torch
+from processes import ENVIRONMENT
+
+import groupwise as gw
+from groupwise.recipes import load_recipe
+from groupwise.workloads.controller.adapter import LlavaAdapter
+from groupwise.workloads.controller.estimates import CountedWork
+from groupwise.workloads.controller.executor import Executor
+from groupwise.workloads.controller.mosaic.digits import Split, load_handwriting
+from groupwise.workloads.controller.mosaic.model import load_mosaic
+from groupwise.workloads.controller.mosaic.questions import KINDS
+from groupwise.workloads.controller.mosaic.steer import mosaic_options
+from groupwise.workloads.controller.mosaic.task import Part, handwriting_of, mosaic_questions
+from groupwise.workloads.controller.mosaic.words import encode
+
+
+def test_no_two_parts_and_not_the_pretraining_share_an_image():
+    images = {part: set(handwriting_of(part).source_rows.tolist()) for part in Part}
+    images["pretraining"] = set(load_handwriting(Split.TRAIN).source_rows.tolist())
+    for one, other in combinations(images, 2):
+        assert not images[one] & images[other]
+    for part in (Part.TRAIN, Part.CHOOSE):
+        assert set(handwriting_of(part).labels.tolist()) == set(range(10))
+
+
+def test_questions_are_drawn_once_and_for_all_with_every_kind_about_every_mosaic():
+    questions, again = (mosaic_questions(Part.TRAIN, 3) for _ in range(2))
+    assert [each.sample.name for each in questions] == [each.sample.name for each in again]
+    assert [each.text.split()[0] for each in questions] == [str(kind) for kind in KINDS] * 3
+    other = mosaic_questions(Part.TRAIN, 3, seed=1)
+    assert not {each.sample.name for each in questions} & {each.sample.name for each in other}
+
+
+def test_prompt_lengths_are_what_the_model_gets():
+    (question, *_) = mosaic_questions(Part.CHOOSE, 1)
+    executor = Executor(LlavaAdapter(load_mosaic()), mosaic_options())
+    heads = [(question.sample, tier) for tier in question.prompt_tokens]
+    known = executor.prefix(heads, torch.zeros(executor.adapter.text_config.hidden_size)).known
+    lengths = [len(known.states[(question.sample.name, tier), ()]) for tier in question.prompt_tokens]
+    assert lengths == list(question.prompt_tokens.values())
+    assert question.sample.question == tuple(encode(question.text))
+
+
+def test_counted_work_by_hand():
+    options, question = mosaic_options(), mosaic_questions(Part.CHOOSE, 1)[0]
+    price = CountedWork(options, crop_ms=2, block_ms=3, pair_ms=0.01, spread=0.5)
+    (full,) = price.estimate(question.prompt_tokens, [options.full])
+    tokens, blocks = question.prompt_tokens[options.full.tier], options.total_blocks
+    expected = 2 * (1 + options.crops[options.full.tier]) + 3 * blocks + 0.01 * tokens * blocks * options.full_top_k
+    assert full.total_ms == pytest.approx(expected)
+    assert full.high_ms == pytest.approx(1.5 * expected)
+
+
+def test_the_recipe_runs(tmp_path):
+    config = load_recipe("controller")
+    few = replace(config.workload, mosaics=3, held_out_mosaics=1, answers=tmp_path / "answers.db")
+    small = replace(config, workload=few, steps=1, conditions_per_step=4, group_size=4, rows_per_pass=16)
+    summary = gw.train(replace(small, run=gw.RunConfig(run_dir=tmp_path / "run")))
+    assert summary.eval_after["accuracy, greedy"] > 0.6
+    assert summary.eval_after["estimated over budget"] == 0
+
+
+def test_settings_are_read_without_torch():
+    program = "import sys, groupwise.recipes.controller as made; made.recipe(); assert 'torch' not in sys.modules"
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,39 @@
+"""Runs under torchrun: two steps of the small controller, members of a group apart; rank 0 writes what came out.
+
+torchrun ... ranks.py OUTPUT.pt
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from groupwise.core.placement import place
+from groupwise.dist.comm import connect, disconnect
+from groupwise.train.loop import rollout, training_steps
+from groupwise.train.run import set_up
+from workloads.controller.small import recipe
+
+
+def outcome(placement: str) -> dict[str, object]:
+    """The choices of the first step by (group, member), and the weights after two steps."""
+    config = replace(recipe(), steps=2, placement=placement, rows_per_pass=16)
+    setup = set_up(config)
+    placed = place(setup.shape, seed=config.seed, step=0)
+    rows = placed.of(setup.comm.rank)
+    rollouts = rollout(setup.workload, placed, setup.comm)
+    order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
+    choices = setup.comm.gather(rollouts.data["choices"])[order]
+    for _ in training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm):
+        pass
+    weights = torch.cat([parameter.detach().flatten() for parameter in setup.workload.policy.parameters()])
+    return {"choices": choices, "weights": weights, "ranks": setup.comm.ranks}
+
+
+if __name__ == "__main__":
+    found = outcome("spread")
+    if connect().is_main:
+        torch.save(found, sys.argv[1])
+    disconnect()

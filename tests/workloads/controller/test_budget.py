@@ -1,0 +1,85 @@
+"""Budgets: what they mean in milliseconds, what is refused, and what is counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.budget import Budget
+from groupwise.workloads.controller.conditions import condition_id, make_conditions
+from groupwise.workloads.controller.config import BudgetConfig
+from workloads.controller.small import LinearCost, question
+from workloads.controller.tiny import OPTIONS
+
+QUESTIONS = [question(0), question(1)]
+
+
+def conditions(**settings):
+    return make_conditions(QUESTIONS, LinearCost(), OPTIONS, BudgetConfig(**settings))
+
+
+def test_milliseconds_by_hand():
+    # full: 5 crops x 10 + 8 blocks x 5 + 8 x 4 experts x 2 + 7 = 161
+    # cheapest: 2 x 10 + 5 x 5 + (4 + 4 x 1) x 2 + 7 = 68
+    found = conditions(values=(0.5, 1.0))
+    assert found.budget_ms.tolist() == [80.5, 161.0, 80.5, 161.0]
+    assert found.budget_share.tolist() == pytest.approx([12.5 / 93, 1, 12.5 / 93, 1])
+    assert found.estimates(torch.tensor([0]))[0].flatten()[[0, -1]].tolist() == [68, 161]
+    assert [found.budget_of(row).value for row in range(4)] == [0.5, 1.0, 0.5, 1.0]
+    assert found.question_of(torch.tensor([0, 3])) == QUESTIONS
+
+
+def test_a_budget_to_the_first_token_leaves_decoding_out():
+    found = conditions(values=(1.0,), span="first_token")
+    assert found.budget_ms.tolist() == [154, 154]
+    _, highs = found.estimates(torch.tensor([0]))
+    assert highs.max().item() == pytest.approx(1.1 * 161 - 7)
+
+
+def test_equal_questions_under_other_budgets_are_other_groups():
+    found = conditions(values=(0.5, 1.0))
+    assert len(set(found.group_ids.tolist())) == 4
+    ids = {condition_id(0, QUESTIONS[0], Budget(value), value) for value in (80.0, 90.0)}
+    ids |= {condition_id(0, QUESTIONS[0], Budget(80.0, span="first_token"), 80.0)}
+    assert len(ids) == 3
+    assert condition_id(0, QUESTIONS[0], Budget(80.0), 80.0) in ids
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"values": (0.0,)}, "above 0"),
+        ({"values": (-40.0,), "unit": "ms"}, "above 0"),
+        ({"values": (float("nan"),)}, "above 0"),
+        ({"values": (40.0,)}, "Were milliseconds meant"),
+        ({"values": ()}, "at least one"),
+        ({"values": (0.5, 0.5)}, "all different"),
+        ({"values": (70.0,), "unit": "ms"}, "below the cheapest configuration, which is estimated at 74.8 ms"),
+        ({"values": (0.08,), "unit": "ms"}, "It looks like seconds: 0.08 s are 80 ms"),
+        ({"values": (60.0,), "unit": "ms", "respect": "penalty"}, "estimated at 68 ms"),
+        ({"values": (0.3,)}, r"0.3 of the full configuration \(48.3 ms\) is below the cheapest"),
+    ],
+)
+def test_a_budget_that_cannot_hold_is_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        conditions(**settings)
+
+
+@pytest.mark.parametrize("respect", ["guarantee", "penalty"])
+def test_on_request_the_cheapest_is_taken_and_counted(respect):
+    found = conditions(values=(50.0, 200.0), unit="ms", respect=respect, on_impossible="cheapest")
+    assert found.impossible.tolist() == [True, False, True, False]
+    fits = found.fits(torch.arange(2))
+    assert fits[0].nonzero().tolist() == [[0, 0, 0, 0]]
+    assert fits[1].all()
+    assert found.over_budget(torch.arange(2), torch.zeros(2, 4, dtype=torch.long)).tolist() == [True, False]
+
+
+def test_an_estimator_without_sense_is_refused():
+    class Broken(LinearCost):
+        def one(self, knobs):
+            return replace(super().one(knobs), total_ms=-1.0)
+
+    with pytest.raises(UserError, match="every estimate must be a finite time above 0"):
+        make_conditions(QUESTIONS, Broken(), OPTIONS, BudgetConfig())

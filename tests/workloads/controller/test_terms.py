@@ -1,0 +1,72 @@
+"""Reward terms: every formula once by hand."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.accuracy import accuracy_function, check_annotators, exact, plain, vqa
+from groupwise.workloads.controller.terms import cost_table, penalty_terms
+from workloads.controller.test_policy import MOLMOE
+
+
+def test_the_penalty_of_the_source_by_hand():
+    terms = penalty_terms(torch.tensor([0.5, 1.0, 1.23], dtype=torch.float64))
+    # sigmoid(-5), sigmoid(0), sigmoid(2.3)
+    assert terms["late"].tolist() == pytest.approx([-0.5 / (1 + math.exp(5)), -0.25, -0.5 / (1 + math.exp(-2.3))])
+    assert terms["overrun"].tolist() == pytest.approx([0, 0, -0.529])
+    assert terms["saving"].tolist() == pytest.approx([0.05, 0, 0])
+    # a 23 % overshoot costs a right answer
+    assert terms["late"][2] + terms["overrun"][2] == pytest.approx(-1, abs=0.02)
+
+
+def test_the_cost_of_a_configuration_by_hand():
+    table = cost_table(MOLMOE)
+    assert table.shape == (3, 5, 5, 5)
+    # -0.05 (12/12 + 8/32 + 16/16) / 3 and -0.05 (3/12 + 4/32 + 12/16) / 3
+    assert table[2, 0, 4, 4].item() == pytest.approx(-0.0375)
+    assert table[0, 3, 0, 0].item() == pytest.approx(-0.05 * 1.125 / 3)
+    dense = cost_table(replace(MOLMOE, full_top_k=0, smallest_top_k=0))
+    assert dense[2, 0, 0, 4].item() == pytest.approx(-0.05 * 2 / 3)
+
+
+def test_exact_match():
+    assert exact([], ["4", " Yes ", "5"], answers=[["4"], ["no", "yes"], ["4"]]) == [1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("said", "matching", "others", "score"),
+    [
+        ("red", 1, 2, 1 / 3),
+        ("red", 2, 3, 2 / 3),
+        ("red", 4, 3, 1),
+        ("red", 0, 3, 0),
+        # ten annotators: without one of the 3 who match it is 2/3 (3 ways), without another 1 (7 ways)
+        ("red", 3, 7, (3 * 2 / 3 + 7) / 10),
+        ("red", 2, 8, (2 * 1 / 3 + 8 * 2 / 3) / 10),
+    ],
+)
+def test_soft_match_with_annotators(said, matching, others, score):
+    assert vqa([], [said], answers=[["Red."] * matching + ["blue"] * others]) == [pytest.approx(score)]
+
+
+def test_answers_are_compared_plainly():
+    assert plain("The  Two dogs!") == "2 dogs"
+    assert plain("10:30, a.m. or 2.5") == "10:30 am or 2.5"
+    assert plain("don't") == "dont"
+    with pytest.raises(UserError, match="needs at least 3 annotators"):
+        check_annotators("vqa", [["a"] * 3, ["a"]])
+    check_annotators("exact", [["a"]])
+
+
+def test_a_function_of_ones_own():
+    assert accuracy_function("workloads.controller.test_terms:half")([], ["x", "y"]) == [0.5, 0.5]
+    for name, words in (("soft", "one of exact, vqa"), ("no_such:thing", "cannot be imported"), ("os:no", "no")):
+        with pytest.raises(UserError, match=words):
+            accuracy_function(name)
+
+
+def half(prompts, completions, **columns):
+    return [0.5] * len(completions)

@@ -1,0 +1,205 @@
+"""The controller as a workload: the laws hold for it, the guarantee is one, and what it earns can be known exactly."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from processes import TESTS, on_ranks
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.core.placement import Rows
+from groupwise.core.reward import weigh
+from groupwise.train.folder import read_lines
+from groupwise.workloads.controller.conditions import make_conditions
+from groupwise.workloads.controller.config import BudgetConfig
+from groupwise.workloads.controller.decisions import greedy, knobs_of, sampled
+from groupwise.workloads.controller.exact import all_rewards, best_reward, expected_reward
+from workloads.controller.ranks import outcome
+from workloads.controller.small import EXECUTOR, LinearCost, SmallConfig, recipe
+from workloads.controller.tiny import OPTIONS
+
+CPU = torch.device("cpu")
+GOLDEN = TESTS / "golden" / "controller.json"
+ACCURACY_ALONE = {"cost": 0.0}
+
+
+def built(**budget):
+    return SmallConfig(budget=BudgetConfig(**budget)).build(CPU)
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return built(values=(0.6, 0.9))
+
+
+def rows_of(conditions, members, rows_per_pass=1000):
+    condition = torch.arange(conditions).repeat_interleave(members)
+    return Rows(5, 0, rows_per_pass, condition, torch.arange(members).repeat(conditions), condition)
+
+
+def test_a_rollout_is_four_decisions_that_score_the_same_again(workload):
+    rollouts = workload.rollout(rows_of(16, 4))
+    assert rollouts.logp.shape == (64, 4)
+    scored = workload.score(rollouts)
+    assert torch.equal(scored.logp, rollouts.logp)
+    some = torch.tensor([40, 3, 17])
+    assert_close(workload.score(rollouts.select(some)).logp, rollouts.logp[some], rtol=0, atol=1e-5)
+    assert (rollouts.logp[~rollouts.mask] == 0).all()
+    assert (rollouts.logp[rollouts.mask] < 0).all()
+
+
+def test_the_cut_changes_nothing_and_a_row_does_not_see_its_neighbours(workload):
+    whole, cut = workload.rollout(rows_of(16, 4)), workload.rollout(rows_of(16, 4, rows_per_pass=3))
+    assert torch.equal(whole.data["choices"], cut.data["choices"])
+    assert whole.data["answer"] == cut.data["answer"]
+    other = built(values=(0.6, 0.9))
+    other.rollout(Rows(5, 0, 2, *(torch.tensor([each, 0]) for each in (9, 0, 9))))  # the same states, in another order
+    alone, together = (
+        each.controller.features.latency_tokens(each.training.questions, torch.full((8,), 2), torch.full((8,), 1))[0]
+        for each in (other, workload)
+    )
+    assert torch.equal(alone, together)
+    assert_close(whole.logp, cut.logp, rtol=0, atol=1e-5)
+
+
+@given(st.floats(0.3, 1.3), st.integers(0, 1000), st.sampled_from(["answer", "first_token"]))
+@settings(max_examples=40)
+def test_with_the_guarantee_nothing_drawn_is_estimated_over_budget(workload, fraction, seed, span):
+    config = BudgetConfig(values=(fraction,), span=span, on_impossible="cheapest")
+    conditions = make_conditions(workload.training.questions, LinearCost(), OPTIONS, config)
+    chances = torch.rand(8, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    for pick in (sampled(chances), greedy):
+        choices = workload.controller.decide(conditions, torch.arange(8), pick).choices
+        for nth, knobs in enumerate(knobs_of(OPTIONS, choices)):
+            high_ms = LinearCost().one(knobs).high_ms - (7 if span == "first_token" else 0)
+            if conditions.impossible[nth]:
+                assert choices[nth].tolist() == [0, 0, 0, 0]
+            else:
+                assert high_ms <= conditions.budget_ms[nth]
+
+
+def test_the_penalty_offers_everything_and_prices_the_overrun():
+    free = built(values=(0.5,), respect="penalty")
+    assert free.training.fits(torch.arange(8)).all()
+    rollouts = free.rollout(rows_of(8, 8))
+    terms = free.rewards(rollouts)
+    assert list(terms.values) == ["accuracy", "late", "overrun", "saving", "cost"]
+    for row, knobs in enumerate(knobs_of(OPTIONS, rollouts.data["choices"])):
+        ratio = LinearCost().one(knobs).total_ms / 80.5
+        assert terms.values["overrun"][row].item() == pytest.approx(-10 * max(0, ratio - 1) ** 2)
+    assert free.held_out.over_budget(torch.arange(4), torch.full((4, 4), 2)).all()
+
+
+def test_rewards_are_of_the_choice_alone_so_equal_accuracy_is_no_advantage(workload):
+    rollouts = workload.rollout(rows_of(16, 8))
+    once, again = (weigh(workload.rewards(rollouts), gw.RewardConfig(weights=ACCURACY_ALONE)).total for _ in range(2))
+    assert torch.equal(once, again)
+    assert set(once.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("respect", ["guarantee", "penalty"])
+def test_expected_reward_is_the_mean_of_what_is_drawn(respect):
+    workload = built(values=(0.6, 0.9), respect=respect)
+    rows = torch.arange(16)
+    expected = expected_reward(workload, workload.training, rows)
+    members = 400
+    drawn = weigh(workload.rewards(workload.rollout(rows_of(16, members))), gw.RewardConfig()).total.view(16, members)
+    error = drawn.std(1) / members**0.5
+    assert ((drawn.mean(1) - expected.detach()).abs() < 4 * error + 1e-6).all()
+    assert (expected <= best_reward(workload, workload.training, rows) + 1e-6).all()
+    chances = workload.controller.path_logp(workload.training, rows).exp()
+    assert_close(chances.flatten(1).sum(1), torch.ones(16))
+    assert not chances[~workload.training.fits(rows)].any()
+
+
+def test_the_exact_gradient_is_the_mean_of_the_sampled_one():
+    workload = built(values=(0.9,))
+    members, weights = 1500, workload.policy.stage_two.blocks.linear.weight
+    (exact,) = torch.autograd.grad(expected_reward(workload, workload.training, torch.arange(2)).sum(), weights)
+    rollouts = workload.rollout(rows_of(2, members))
+    rewards = weigh(workload.rewards(rollouts), gw.RewardConfig()).total.view(2, members)
+    centred = (rewards - rewards.mean(1, keepdim=True)).flatten().float()
+    (estimate,) = torch.autograd.grad((workload.score(rollouts).logp.sum(1) * centred).sum() / members, weights)
+    assert torch.cosine_similarity(exact.flatten(), estimate.flatten(), dim=0) > 0.9
+    assert estimate.norm().item() == pytest.approx(exact.norm().item(), rel=0.25)
+
+
+def test_gradient_climbs_the_exact_expectation():
+    workload = built(values=(0.9,))
+    rows = torch.arange(8)
+    optimiser = torch.optim.AdamW(workload.policy.parameters(), lr=3e-3)
+    rewards = all_rewards(workload, workload.training, rows, ACCURACY_ALONE)
+    for _ in range(60):
+        reward = (workload.controller.path_logp(workload.training, rows).exp() * rewards).flatten(1).sum(1).mean()
+        optimiser.zero_grad()
+        (-reward).backward()
+        optimiser.step()
+    assert reward > 0.95
+
+
+def last_rewards(config, folder):
+    gw.train(replace(config, run=gw.RunConfig(run_dir=folder)))
+    return [entry["reward"] for entry in read_lines(folder / "metrics.jsonl")]
+
+
+def test_group_normalised_advantages_train_it_along_the_golden_curve(tmp_path):
+    rewards = last_rewards(recipe(), tmp_path)
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+    assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=0.02)
+    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    assert set(sample) >= {"image", "question", "knobs", "answer", "right_answers", "budget_ms", "estimated_ms"}
+    assert sample["estimated_high_ms"] <= sample["budget_ms"]
+    after = json.loads((tmp_path / "eval.json").read_text())["after"]
+    assert after["estimated over budget"] == 0
+    assert after["accuracy, greedy"] > 0.3
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit_though_nothing_is_remembered(tmp_path):
+    for name, steps in (("straight", (4,)), ("stopped", (1, 4))):
+        for last in steps:
+            run = gw.RunConfig(run_dir=tmp_path / name, resume=True, preflight=False)
+            gw.train(replace(recipe(), steps=last, run=run))
+    straight, stopped = (
+        (tmp_path / name / "checkpoints" / "step-000004" / "policy.safetensors").read_bytes()
+        for name in ("straight", "stopped")
+    )
+    assert straight == stopped
+
+
+def test_pairwise_ranking_trains_it_too(tmp_path):
+    rewards = last_rewards(replace(recipe(), loss=gw.LossConfig(kind="ranking")), tmp_path)
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
+
+
+def test_answers_and_hidden_states_are_computed_once():
+    workload, passes = built(values=(0.9,)), []
+    seen = EXECUTOR.adapter.encode
+
+    def counting(prompts):
+        passes.append(len(prompts))
+        return seen(prompts)
+
+    EXECUTOR.adapter.encode = counting
+    try:
+        first = workload.rollout(rows_of(8, 4))
+        fresh = len(passes)
+        again = workload.rollout(rows_of(8, 4))
+    finally:
+        del EXECUTOR.adapter.encode
+    assert fresh == 8  # one pass a question, and the answers go on from there
+    assert len(passes) == fresh
+    assert first.data["answer"] == again.data["answer"]
+
+
+def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(tmp_path):
+    ended = on_ranks(2, [Path(__file__).with_name("ranks.py"), tmp_path / "two.pt"])
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    one, two = outcome("whole"), torch.load(tmp_path / "two.pt")
+    assert two["ranks"] == 2
+    assert torch.equal(one["choices"], two["choices"])
+    assert_close(one["weights"], two["weights"], rtol=0, atol=1e-5)
