@@ -13,6 +13,8 @@ from torch import Tensor
 from groupwise.workloads.controller.adapter import Adapter
 from groupwise.workloads.controller.packed import NAME, Packing, Tally, packed
 
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of packed tokens."""
 KeysValues = tuple[Float[Tensor, "heads tokens width"], Float[Tensor, "heads tokens width"]]
 
 
@@ -21,6 +23,7 @@ class Blocks:
 
     def __init__(self, adapter: Adapter):
         self.adapter = adapter
+        self._placed: tuple[list[Tensor], Rotary] | None = None
 
     def run(
         self,
@@ -34,7 +37,7 @@ class Blocks:
         lengths = tuple(len(row) for row in rows)
         top_k = torch.tensor(top_ks).repeat_interleave(torch.tensor(lengths))
         packing, record = Packing(lengths, top_k, tally), _Record()
-        output = self._call(block, torch.cat(list(rows)), torch.cat(list(places), dim=1), packing, record)
+        output = self._call(block, torch.cat(list(rows)), self._rotary(places), packing, record)
         keys, values = record.keys[0].split(lengths, dim=1), record.values[0].split(lengths, dim=1)
         return list(output.split(lengths)), list(zip(keys, values, strict=True))
 
@@ -42,14 +45,23 @@ class Blocks:
         self, block: int, hidden: Float[Tensor, "rows width"], places: Sequence[int], packing: Packing
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's past."""
-        return self._call(block, hidden, torch.tensor([places]), packing, None)
+        return self._call(block, hidden, self.adapter.rotary(torch.tensor([places])), packing, None)
 
-    def _call(self, block: int, hidden: Tensor, places: Tensor, packing: Packing, record: Any) -> Tensor:
+    def _rotary(self, places: Sequence[Tensor]) -> Rotary:
+        """Blocks mostly follow each other on the same rows, so the last ones are kept."""
+        if self._placed is not None:
+            kept, rotary = self._placed
+            if len(kept) == len(places) and all(one is other for one, other in zip(kept, places, strict=True)):
+                return rotary
+        self._placed = list(places), self.adapter.rotary(torch.cat(list(places), dim=1))
+        return self._placed[1]
+
+    def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: Packing, record: Any) -> Tensor:
         packing.tally.block_rows += len(packing.lengths)
         with packed(packing):
             output = self.adapter.blocks[block](
                 hidden[None],
-                position_embeddings=self.adapter.rotary(places),
+                position_embeddings=rotary,
                 attention_mask=None,
                 past_key_values=record,
             )
