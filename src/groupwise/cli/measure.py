@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 import time
 from collections.abc import Mapping
@@ -141,16 +140,12 @@ def _measure(subject: Subject, arguments: MeasureArguments) -> tuple[dict[Knobs,
 
 
 def _machine(arguments: MeasureArguments) -> str:
-    import torch
+    from groupwise.meter.machine import current_machine
 
-    listed = Path("/proc/cpuinfo")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    processor = named[0] if named else platform.processor() or platform.machine()
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device = f" with {accelerator.type}" if accelerator else ""
-    threads = f"{arguments.threads} thread{'s' * (arguments.threads > 1)}"
-    return f"{processor}{device}, {threads}, torch {torch.__version__}, {arguments.clock} clock"
+    here = current_machine()
+    device = f" with {here.device}" if here.device != "cpu" else ""
+    threads = f"{here.threads} thread{'s' * (here.threads > 1)}"
+    return f"{here.cpu}{device}, {threads}, torch {here.torch}, {arguments.clock} clock"
 
 
 def _manner(arguments: MeasureArguments) -> str:

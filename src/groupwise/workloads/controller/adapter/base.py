@@ -67,6 +67,7 @@ class Encoded:
 class Adapter(Protocol):
     """A model with its vision tower, its blocks and its head laid open."""
 
+    model: Any
     blocks: nn.ModuleList
     text_config: Any
 
