@@ -64,11 +64,11 @@ def test_a_local_model_is_drawn_and_explained(capsys, tmp_path):
     assert "1 run of each setting after 1 of warm-up" in out
     assert "By tier and depth, top-k 4" in out
     assert "By tier and top-k, 8 blocks" in out
-    # Three tiers with 4 to 8 blocks, and with top-k 2 to 4.
+    # Three tiers with 6 to 8 blocks, and with top-k 2 to 4.
     lines = [line.split() for line in out.splitlines()]
     figures = [line for line in lines if line and line[-1].replace(".", "").isdigit() and len(line) >= 8]
-    assert len(figures) == 3 * 5 + 3 * 3
-    assert "21 settings x 2 answers" in err
+    assert len(figures) == 3 * 3 + 3 * 3
+    assert "15 settings x 2 answers" in err
     drawn = (tmp_path / "drawn.svg").read_text()
     for word in ("tiny: one answer, measured", "milliseconds (p50)", "vision", "prefill", "decode", "blocks", "top-k"):
         assert f"<!-- {word} -->" in drawn
@@ -102,9 +102,9 @@ def test_a_dense_model_has_no_top_k_and_a_text_model_no_tiers(capsys, tmp_path):
         (["mosaic", "--threads", "2", "--clock", "processor"], "threads is 2: it must be 1 for the processor's clock"),
         (["mosaic", "--plot", "picture.doc"], "plot is picture.doc"),
         (["mosaic", "--plot", "nowhere/picture.png"], "in a folder that exists"),
-        (["empty"], "The model in empty cannot be loaded"),
-        (["broken"], "The model in broken cannot be loaded"),
-        (["cut"], "The model in cut cannot be loaded"),
+        (["empty"], "The model 'empty' cannot be loaded"),
+        (["broken"], "The model 'broken' cannot be loaded"),
+        (["cut"], "The model 'cut' cannot be loaded"),
     ],
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, words, says):

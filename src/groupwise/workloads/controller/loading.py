@@ -50,17 +50,17 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+    name: str | Path, *, dtype: torch.dtype | str = torch.float32, device: torch.device | str | None = None
 ) -> LoadedModel:
     """The model called "mosaic", the one in a folder, or the one of that name on the hub; on the accelerator if there
-    is one and no device is named.
+    is one and no device is named. `dtype` "auto" is the one that it was saved in.
     """
-    device = device or torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = device or here()
     if str(name) == EMBEDDED:
-        model = load_mosaic(dtype=dtype).to(device)
+        model = load_mosaic(dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32).to(device)
         return LoadedModel(EMBEDDED, model, adapt(model), mosaic_options(), drop_order_is_measured=True)
     source = _source(name)
-    config = _fetched(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+    config = read_config(source)
     family = (config.architectures or [type(config).__name__])[0]
     check_family(family, config)
     model = _weights(source, family, dtype).to(device).eval()
@@ -74,6 +74,22 @@ def load_model(
         tokenizer=_tokenizer(source),
         statistics=_statistics(source),
     )
+
+
+def read_config(source: str) -> Any:
+    """A model's configuration alone."""
+    return _fetched(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+
+
+def load_text_model(source: str) -> Any:
+    """A model that writes and does not see, as it was saved."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    return _fetched(source, lambda: load(source, dtype="auto")).eval().to(here())
+
+
+def here() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def model_identity(model: Any) -> str:
@@ -108,7 +124,7 @@ def _source(name: str | Path) -> str:
 def _fetched(source: str, fetch: Callable[[], _Found]) -> _Found:
     try:
         return fetch()
-    except (OSError, ValueError, SafetensorError) as fault:
+    except (OSError, ValueError, KeyError, SafetensorError) as fault:
         where = "in this folder" if Path(source).is_dir() else "in the local cache and on the hub"
         raise UserError(
             f"The model {source!r} cannot be loaded; it was looked for {where}. transformers says:"
@@ -117,7 +133,7 @@ def _fetched(source: str, fetch: Callable[[], _Found]) -> _Found:
         ) from fault
 
 
-def _weights(source: str, family: str, dtype: torch.dtype) -> Any:
+def _weights(source: str, family: str, dtype: torch.dtype | str) -> Any:
     load = getattr(transformers, family).from_pretrained
     model, info = _fetched(source, lambda: load(source, dtype=dtype, output_loading_info=True))
     missing = sorted(info["missing_keys"])
