@@ -23,7 +23,8 @@ def run(capsys, *words):
 def test_help_and_configs_do_not_import_torch():
     program = (
         "import sys, groupwise, groupwise.cli.main, groupwise.cli.train, groupwise.cli.check, groupwise.cli.place;"
-        "import groupwise.cli.eval, groupwise.cli.measure, groupwise.recipes, groupwise.core.shape;"
+        "import groupwise.cli.eval, groupwise.cli.measure, groupwise.cli.profile;"
+        "import groupwise.recipes, groupwise.core.shape;"
         "from groupwise import Config, LossConfig, Shape, Workload, WorkloadConfig, UserError;"
         "sys.exit('torch' in sys.modules)"
     )
@@ -31,7 +32,15 @@ def test_help_and_configs_do_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["train", "--help"], ["place", "--help"], ["eval", "--help"], ["measure", "--help"]]
+    "words",
+    [
+        ["--help"],
+        ["train", "--help"],
+        ["place", "--help"],
+        ["eval", "--help"],
+        ["measure", "--help"],
+        ["profile", "--help"],
+    ],
 )
 def test_help_teaches_in_under_half_a_second(words):
     seconds = []

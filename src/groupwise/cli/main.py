@@ -18,6 +18,7 @@ COMMANDS = {
     "place": "show which member of which group runs where",
     "eval": "evaluate the newest checkpoint of a run",
     "measure": "show where the milliseconds of an answer go, by tier and depth",
+    "profile": "learn what an answer will take, before it runs",
 }
 
 HELP = f"""\

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlavaConfig, LlavaForConditionalGeneration, OlmoeConfig, SiglipVisionConfig
+from transformers.utils import logging
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.crops import CHANNELS, CROP_PIXELS, PATCH_PIXELS, Tier, image_tokens
@@ -79,7 +80,12 @@ def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> Lla
     """Load the trained model; the shipped one unless another folder is named."""
     if not (folder / "model.safetensors").is_file():
         raise UserError(f"No mosaic model in {folder}: run scripts/pretrain_mosaic.py, or reinstall groupwise.")
-    return LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it loads at once
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+    if shown:
+        logging.enable_progress_bar()
+    return model
 
 
 def prompt(question: Sequence[int], tier: Tier) -> Int[Tensor, "1 tokens"]:

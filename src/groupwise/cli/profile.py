@@ -1,0 +1,105 @@
+"""`groupwise profile MODEL`: learn what an answer will take, before it runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tyro
+
+from groupwise.cli.output import parse, print_json, quiet_stdout
+from groupwise.core.errors import require
+
+if TYPE_CHECKING:
+    from groupwise.meter.estimator import Estimator
+    from groupwise.workloads.controller.loading import LoadedModel
+
+_QUESTION_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+
+
+@dataclass(frozen=True)
+class ProfileArguments:
+    """Measure answers in random settings for a minute, and fit the estimator that training and serving ask.
+
+    It knows its model and this machine, and is refused for others. Its error is told on settings and questions that the
+    fit has not seen.
+
+    Try: groupwise profile mosaic --seconds 30
+    """
+
+    model: tyro.conf.Positional[str]
+    """mosaic (embedded), a folder of a transformers model, or a name on the hub."""
+    output: Path | None = None
+    """Where the estimator goes. estimator-MODEL.json in this folder if not named."""
+    seconds: float = 60.0
+    """How long to measure."""
+    new_tokens: int = 1
+    """Tokens of the longest answer; shorter ones are measured too."""
+    question_tokens: int = 32
+    """About how long the questions to a local model are. mosaic is asked its own."""
+    quantile: float = 0.95
+    """How sure the high estimate is: this share of single answers stays under it."""
+    threads: int = 1
+    """Threads of the processor, as they will be used later."""
+
+
+def run(words: list[str], as_json: bool) -> int:
+    arguments = parse(ProfileArguments, words, prog="groupwise profile")
+    for name, least in (("new_tokens", 1), ("threads", 1), ("question_tokens", 4)):
+        require(getattr(arguments, name) >= least, name, getattr(arguments, name), f"{least} or more")
+    output = arguments.output or Path(f"estimator-{Path(arguments.model).name}.json")
+    import torch
+
+    from groupwise.workloads.controller.loading import load_model
+
+    torch.set_num_threads(arguments.threads)
+    with quiet_stdout(as_json):
+        begun = time.perf_counter()
+        estimator = _fitted(load_model(arguments.model, dtype="auto"), arguments)
+        estimator.save(output)
+        figures = _figures(estimator, output, time.perf_counter() - begun)
+    if as_json:
+        print_json(figures)
+    else:
+        _show(figures)
+    return 0
+
+
+def _fitted(loaded: LoadedModel, arguments: ProfileArguments) -> Estimator:
+    from groupwise.meter.estimator import Estimator
+    from groupwise.workloads.controller.executor import Executor
+    from groupwise.workloads.controller.knob_estimator import work_identity
+    from groupwise.workloads.controller.profile import profile
+    from groupwise.workloads.controller.subject import probes
+
+    lengths = [max(1, round(share * arguments.question_tokens)) for share in _QUESTION_SHARES]
+    samples = probes(loaded, question_tokens=lengths)
+    executor = Executor(loaded.adapter, loaded.options)
+    seen = profile(executor, samples, seconds=arguments.seconds, new_tokens=arguments.new_tokens)
+    return Estimator.fit(seen, model=work_identity(loaded.model), quantile=arguments.quantile)
+
+
+def _figures(estimator: Estimator, output: Path, seconds: float) -> dict[str, Any]:
+    import numpy as np
+
+    off = np.abs(np.median(estimator.ratios) / estimator.ratios - 1)
+    return {
+        "estimator": str(output),
+        "model": estimator.model,
+        "machine": asdict(estimator.machine),
+        "seconds": seconds,
+        "answers": len(estimator.ratios),
+        "median_error": float(np.median(off)),
+        "quantile": estimator.quantile,
+    }
+
+
+def _show(figures: dict[str, Any]) -> None:
+    print(f"{figures['estimator']}: {figures['model']}")
+    print(
+        f"{figures['answers']} answers measured in {figures['seconds']:.0f} s; estimates of settings and questions not"
+        f" seen are off by {figures['median_error']:.1%} in the median, the clock's own noise included"
+    )
+    print(f"high estimates: {figures['quantile']:.0%} of single answers stay under them")

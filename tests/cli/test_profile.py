@@ -1,0 +1,44 @@
+"""`groupwise profile` on a folder of a tiny model, and on the embedded one."""
+
+import json
+
+import pytest
+from workloads.controller.tiny import llava_olmoe
+
+from groupwise.cli.main import main
+from groupwise.core.errors import UserError
+from groupwise.meter.estimator import Estimator
+from groupwise.workloads.controller.knob_estimator import KnobEstimator, work_identity
+from groupwise.workloads.controller.loading import load_model
+
+
+def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
+    llava_olmoe().save_pretrained(tmp_path / "tiny")
+    file = tmp_path / "estimator.json"
+    words = ["profile", str(tmp_path / "tiny"), "--seconds", "3", "--new-tokens", "2", "--output", str(file)]
+    assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    loaded = load_model(tmp_path / "tiny")
+    estimator = Estimator.load(file, model=work_identity(loaded.model))
+    assert told["answers"] == len(estimator.ratios) >= 19
+    assert told["median_error"] >= 0
+    rows = KnobEstimator(estimator, loaded.options, new_tokens=2).rows(dict.fromkeys(loaded.options.crops, 40))
+    assert (rows.high_ms > 0).all()
+    with pytest.raises(UserError, match="was fitted for"):
+        Estimator.load(file, model="another")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["mosaic", "--seconds", "0"], "seconds is 0"),
+        (["mosaic", "--new-tokens", "0"], "new_tokens is 0"),
+        (["mosaic", "--seconds", "0.2", "--quantile", "0.999"], "cannot tell a quantile of 0.999"),
+        (["./nowhere"], "There is no folder ./nowhere"),
+    ],
+)
+def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatch, words, says):
+    monkeypatch.chdir(tmp_path)
+    assert main(["profile", *words, "--json"]) == 2
+    assert says in json.loads(capsys.readouterr().out)["error"]
+    assert not list(tmp_path.iterdir())

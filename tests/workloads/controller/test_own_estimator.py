@@ -1,0 +1,62 @@
+"""A machine's own estimator: made once, by one process, for all."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from groupwise.meter.estimator import Estimator
+from groupwise.meter.latency import PREFILL, Measured
+from groupwise.meter.observation import Observation
+from groupwise.workloads.controller.own_estimator import own_estimator
+
+TESTS = Path(__file__).parents[2]
+PROCESS = """
+import sys, time
+from pathlib import Path
+from workloads.controller.test_own_estimator import estimator
+from groupwise.workloads.controller.own_estimator import own_estimator
+
+def make():
+    with open(Path(sys.argv[1]) / "made", "a") as file:
+        file.write("once ")
+    time.sleep(0.5)
+    return estimator()
+
+print(own_estimator("tiny", make, Path(sys.argv[1])).prices)
+"""
+
+
+def estimator() -> Estimator:
+    """10 ms, and 2 ms a block."""
+    seen = [
+        Observation(f"{n % 10} blocks", f"{n % 7}", {PREFILL: {"blocks": n % 10}}, Measured({PREFILL: ms}, ms))
+        for n in range(70)
+        if (ms := 10.0 + 2.0 * (n % 10))
+    ]
+    return Estimator.fit(seen, model="tiny")
+
+
+def test_it_is_made_once_and_found_again(tmp_path):
+    made = []
+
+    def make():
+        made.append(1)
+        return estimator()
+
+    first, again = own_estimator("tiny", make, tmp_path), own_estimator("tiny", make, tmp_path)
+    assert made == [1]
+    assert first.prices == again.prices
+    assert np.array_equal(first.ratios, again.ratios)
+    own_estimator("tiny", make, tmp_path / "elsewhere")
+    assert made == [1, 1]
+
+
+def test_processes_that_start_together_share_what_one_of_them_makes(tmp_path):
+    command = [sys.executable, "-c", PROCESS, str(tmp_path)]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) for _ in range(2)]
+    said = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert said[0] == said[1] != ""
+    assert (tmp_path / "made").read_text() == "once "
