@@ -1,7 +1,9 @@
-"""Pretrain the embedded mosaic model on one CPU thread; run again after a kill, and it goes on where it was.
+"""Pretrain the embedded mosaic model on the CPU; run again after a kill, and it goes on where it was.
 
 python scripts/pretrain_mosaic.py --folder runs/mosaic
-python scripts/score_mosaic.py --folder runs/mosaic
+
+To ship it, copy config.json, generation_config.json and model.safetensors into the package's asset folder, then run
+scripts/score_mosaic.py importance, scripts/remember_mosaic.py and scripts/score_mosaic.py card.
 """
 
 import time
@@ -15,7 +17,7 @@ from groupwise.workloads.controller.mosaic.pretrain.plan import Plan
 from groupwise.workloads.controller.mosaic.pretrain.run import pretrain
 
 
-def main(folder: Path, plan: Plan, compiled: bool = True, checkpoint_every: int = 50) -> None:
+def main(folder: Path, plan: Plan, compiled: bool = True, checkpoint_every: int = 50, threads: int = 2) -> None:
     """Train as planned and write the model, in bfloat16, as transformers saves it.
 
     Args:
@@ -23,8 +25,9 @@ def main(folder: Path, plan: Plan, compiled: bool = True, checkpoint_every: int 
         plan: What the run depends on; a checkpoint of another plan is refused.
         compiled: Compile the training pass; needs a C++ compiler.
         checkpoint_every: Steps between checkpoints.
+        threads: Of the processor, no more than there are free cores. Another number rounds differently.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     console = Console(soft_wrap=True, highlight=False)
     started = time.monotonic()
     learner = pretrain(plan, folder, say=console.print, compiled=compiled, checkpoint_every=checkpoint_every)

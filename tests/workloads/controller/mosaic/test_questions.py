@@ -33,11 +33,18 @@ BY_HAND = {
     "sum a1 c2": "16",
     "sum a3 a4": "4",
     "sum c4 c1": "3",
+    "times a1 c2": "3",  # 63
+    "times c1 a3": "6",
+    "times c4 a1": "0",
     "hop a1": "none",  # 7 -> b4
     "hop a3": "2",  # 2 -> a3
     "hop c1": "2",  # 3 -> a4
     "hop c2": "9",  # 9 -> c2
     "hop c4": "7",  # 0 -> a1
+    "jump a1": "none",  # 7 -> b4, which is empty
+    "jump a3": "2",  # 2 -> a3 -> a3
+    "jump c1": "2",  # 3 -> a4 -> a3
+    "jump c4": "none",  # 0 -> a1 -> b4
 }
 
 
@@ -64,12 +71,12 @@ def test_a_question_has_one_answer(asked: dict[str, set[str]]):
 def test_only_tiles_with_a_digit_are_asked_for_it(asked: dict[str, set[str]]):
     for question in asked:
         kind, *places = question.split()
-        if kind in ("digit", "sum", "hop"):
+        if kind in ("digit", "times", "sum", "hop", "jump"):
             assert not {"a2", "b1", "b2", "b3", "b4"} & set(places)
 
 
-def test_a_sum_is_of_two_tiles(asked: dict[str, set[str]]):
-    assert all(len(set(question.split())) == 3 for question in asked if question.startswith("sum"))
+def test_sums_and_products_are_of_two_tiles(asked: dict[str, set[str]]):
+    assert all(len(set(question.split())) == 3 for question in asked if question.startswith(("sum", "times")))
 
 
 def test_reading_aloud_says_each_tile_after_the_one_before():

@@ -30,7 +30,7 @@ class MosaicSize:
 
     width: int = 64
     heads: int = 4
-    expert_width: int = 32
+    expert_width: int = 64
     experts: int = 16
     vision_width: int = 96
     vision_blocks: int = 3

@@ -6,10 +6,13 @@
     digit    digit b3       one tile in detail           0..9
     largest  largest row2   four tiles in detail         0..9, none
     count    count 7        twelve tiles in detail       0..12
+    times    times a1 b3    two tiles and a table        0..9
     sum      sum a1 b3      two tiles and an addition    0..18
     hop      hop b3         a tile that names the next   0..9, none
+    jump     jump b3        two hops, three tiles        0..9, none
 
-"hop" reads the digit d of its tile, then tile number d in reading order, counted from 0.
+"times" asks for the last digit of the product. "hop" reads the digit d of its tile, then tile number d in reading
+order, counted from 0; "jump" hops twice, and a hop from an empty tile leads to "none".
 """
 
 from collections.abc import Callable
@@ -44,8 +47,10 @@ class Kind(StrEnum):
     DIGIT = "digit"
     LARGEST = "largest"
     COUNT = "count"
+    TIMES = "times"
     SUM = "sum"
     HOP = "hop"
+    JUMP = "jump"
 
 
 KINDS = tuple(Kind)
@@ -144,9 +149,21 @@ def _ask_sum(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndar
     return [FIRST_TILE_TOKEN + first, FIRST_TILE_TOKEN + second], FIRST_NUMBER_TOKEN + total
 
 
+def _ask_times(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    first, second = _pick(labels != EMPTY, rng, picks=2).T
+    product = _at(labels, first) * _at(labels, second)
+    return [FIRST_TILE_TOKEN + first, FIRST_TILE_TOKEN + second], FIRST_NUMBER_TOKEN + product % 10
+
+
 def _ask_hop(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
     tile = _pick(labels != EMPTY, rng)[:, 0]
     return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, _at(labels, tile)))
+
+
+def _ask_jump(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    tile = _pick(labels != EMPTY, rng)[:, 0]
+    halfway = _at(labels, _at(labels, tile))
+    return [FIRST_TILE_TOKEN + tile], _label_tokens(np.where(halfway == EMPTY, EMPTY, _at(labels, halfway)))
 
 
 _ASKERS: dict[Kind, Asker] = {
@@ -155,6 +172,8 @@ _ASKERS: dict[Kind, Asker] = {
     Kind.DIGIT: _ask_digit,
     Kind.LARGEST: _ask_largest,
     Kind.COUNT: _ask_count,
+    Kind.TIMES: _ask_times,
     Kind.SUM: _ask_sum,
     Kind.HOP: _ask_hop,
+    Kind.JUMP: _ask_jump,
 }

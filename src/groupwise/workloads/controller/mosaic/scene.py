@@ -14,7 +14,7 @@ COLUMNS = 4
 TILES = ROWS * COLUMNS
 # The label of a tile without a digit.
 EMPTY = 10
-_NOISE = 0.04
+_NOISE = 0.08
 _FEWEST_DIGITS = 3
 
 

@@ -5,7 +5,7 @@ from groupwise.workloads.controller.mosaic.scene import COLUMNS, ROWS, TILES
 
 PAD = "<pad>"
 IMAGE = "<image>"
-KIND_WORDS = ("empty", "blanks", "digit", "largest", "count", "sum", "hop")
+KIND_WORDS = ("empty", "blanks", "digit", "largest", "count", "times", "sum", "hop", "jump")
 ROW_WORDS = tuple(f"row{row + 1}" for row in range(ROWS))
 TILE_WORDS = tuple(f"{'abc'[tile // COLUMNS]}{tile % COLUMNS + 1}" for tile in range(TILES))
 NUMBER_WORDS = tuple(str(number) for number in range(19))

@@ -10,31 +10,59 @@ from groupwise.workloads.controller.mosaic.model import FIRST_DROPPABLE_BLOCK, S
 from groupwise.workloads.controller.mosaic.questions import KINDS, Kind
 
 _EARLY_KIND_SHARES = {
-    Kind.EMPTY: 0.06,
-    Kind.BLANKS: 0.08,
+    Kind.EMPTY: 0.05,
+    Kind.BLANKS: 0.07,
     Kind.DIGIT: 0.12,
-    Kind.LARGEST: 0.16,
-    Kind.COUNT: 0.2,
-    Kind.SUM: 0.18,
-    Kind.HOP: 0.2,
+    Kind.LARGEST: 0.12,
+    Kind.COUNT: 0.15,
+    Kind.TIMES: 0.1,
+    Kind.SUM: 0.15,
+    Kind.HOP: 0.18,
+    Kind.JUMP: 0.06,
 }
 _LATER_KIND_SHARES = {
-    Kind.EMPTY: 0.03,
-    Kind.BLANKS: 0.05,
-    Kind.DIGIT: 0.08,
-    Kind.LARGEST: 0.12,
-    Kind.COUNT: 0.24,
-    Kind.SUM: 0.24,
-    Kind.HOP: 0.24,
+    Kind.EMPTY: 0.02,
+    Kind.BLANKS: 0.04,
+    Kind.DIGIT: 0.06,
+    Kind.LARGEST: 0.1,
+    Kind.COUNT: 0.18,
+    Kind.TIMES: 0.15,
+    Kind.SUM: 0.15,
+    Kind.HOP: 0.13,
+    Kind.JUMP: 0.17,
 }
 _LAST_KIND_SHARES = {
+    Kind.EMPTY: 0.02,
+    Kind.BLANKS: 0.05,
+    Kind.DIGIT: 0.05,
+    Kind.LARGEST: 0.1,
+    Kind.COUNT: 0.26,
+    Kind.TIMES: 0.16,
+    Kind.SUM: 0.12,
+    Kind.HOP: 0.08,
+    Kind.JUMP: 0.16,
+}
+_FINAL_KIND_SHARES = {
     Kind.EMPTY: 0.03,
-    Kind.BLANKS: 0.06,
-    Kind.DIGIT: 0.07,
-    Kind.LARGEST: 0.13,
-    Kind.COUNT: 0.43,
-    Kind.SUM: 0.14,
-    Kind.HOP: 0.14,
+    Kind.BLANKS: 0.1,
+    Kind.DIGIT: 0.06,
+    Kind.LARGEST: 0.15,
+    Kind.COUNT: 0.36,
+    Kind.TIMES: 0.1,
+    Kind.SUM: 0.12,
+    Kind.HOP: 0.08,
+    Kind.JUMP: 0.0,
+}
+_DEEP_KIND_SHARES = {
+    Kind.EMPTY: 0.02,
+    Kind.BLANKS: 0.03,
+    Kind.DIGIT: 0.03,
+    Kind.LARGEST: 0.06,
+    Kind.COUNT: 0.15,
+    Kind.TIMES: 0.08,
+    Kind.SUM: 0.08,
+    Kind.HOP: 0.1,
+    Kind.JUMP: 0.45,
 }
 _TIERS = tuple(Tier)
 _TIER_SHARES = (0.27, 0.28, 0.45)
@@ -45,11 +73,12 @@ _TILES_ARE_FOUND = 0.2
 _KNOBS_VARY_FROM = 0.25
 # By then all but counting is learned.
 _COUNTING_FROM = 0.6
-# From here on the whole model is trained alone, and routing is kept from concentrating on few experts. Meant to make
-# left-out blocks and experts cost accuracy; the model card shows that they still cost little.
+# From here on the whole model is trained alone.
 _WHOLE_FROM = 0.8
-_SPREAD_FROM = 29 / 30
-_CONCENTRATION_WEIGHTS = (0.0, 0.03, 0.25)
+# From here on two hops, which are not learned by then, are left for later, and routing is pressed to spread over the
+# experts, so that leaving some of them out costs accuracy.
+_FINAL_FROM = 14 / 15
+_FINAL_CONCENTRATION_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -61,11 +90,15 @@ class Plan:
     alignment_steps: int = 800
     alignment_mosaics: int = 48
     alignment_learning_rate: float = 2e-3
-    text_steps: int = 1900
+    text_steps: int = 2000
     text_horizon: int = 1500
     """The stages of the text phase are shares of this many steps; `text_steps` may end sooner or later."""
-    cool_down_steps: int = 300
-    """The last steps, in which the rate falls in a straight line."""
+    cool_down_steps: int = 550
+    """The last of them, in which the rate falls in a straight line."""
+    deep_steps: int = 600
+    """Steps after those that teach two hops: one more than the blocks in use so far can do, so that depth is needed."""
+    deep_cool_down_steps: int = 250
+    deep_learning_rate: float = 1.5e-3
     early_text_mosaics: int = 16
     text_mosaics: int = 10
     text_learning_rate: float = 2e-3
@@ -78,14 +111,18 @@ class Plan:
     @property
     def steps(self) -> int:
         """All steps: the vision tower's, then the whole model's."""
-        return self.alignment_steps + self.text_steps
+        return self.alignment_steps + self.text_steps + self.deep_steps
 
     def random(self, step: int) -> np.random.Generator:
         """Return the numbers of this step: they depend on nothing that ran before."""
         return np.random.default_rng([self.seed, step])
 
     def learning_rate(self, step: int) -> float:
-        """Return a ramp and a cosine for the vision tower, then a ramp, a long hold and a cool-down."""
+        """Return a ramp and a cosine for the vision tower; then twice a ramp, a hold and a cool-down."""
+        if self.is_deep(step):
+            done = step - self.alignment_steps - self.text_steps
+            left = min(1.0, (self.deep_steps - done) / self.deep_cool_down_steps)
+            return self.deep_learning_rate * min(1.0, (done + 1) / _WARM_UP_STEPS) * left
         aligning = step < self.alignment_steps
         peak = self.alignment_learning_rate if aligning else self.text_learning_rate
         done = step if aligning else step - self.alignment_steps
@@ -98,6 +135,10 @@ class Plan:
     def vision_learning_rate(self, step: int) -> float:
         """Return the rate for vision tower and projector: small once the text model learns too."""
         return self.learning_rate(step) * (1.0 if step < self.alignment_steps else self.vision_share)
+
+    def is_deep(self, step: int) -> bool:
+        """Return whether this step belongs to the last ones, which teach two hops."""
+        return step >= self.alignment_steps + self.text_steps
 
     def text_progress(self, step: int) -> float:
         """Return how far the second phase is: 0 at its start, 1 at its horizon."""
@@ -134,8 +175,7 @@ def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
 
 def concentration_weight(plan: Plan, step: int) -> float:
     """Return the weight of the loss that spreads a token's routing over its experts."""
-    progress = plan.text_progress(step)
-    return _CONCENTRATION_WEIGHTS[(progress >= _WHOLE_FROM) + (progress >= _SPREAD_FROM)]
+    return _FINAL_CONCENTRATION_WEIGHT if plan.text_progress(step) >= _FINAL_FROM else 0.0
 
 
 def mosaics_at(plan: Plan, step: int) -> int:
@@ -146,7 +186,11 @@ def mosaics_at(plan: Plan, step: int) -> int:
 def draw_kinds(plan: Plan, step: int, count: int, rng: np.random.Generator) -> np.ndarray:
     """Draw kinds of questions by their share in training: harder ones more often."""
     progress = plan.text_progress(step)
-    shares = _LATER_KIND_SHARES if progress < _COUNTING_FROM else _LAST_KIND_SHARES
-    if progress < _TILES_ARE_FOUND:
-        shares = _EARLY_KIND_SHARES
+    stages = (
+        (_TILES_ARE_FOUND, _EARLY_KIND_SHARES),
+        (_COUNTING_FROM, _LATER_KIND_SHARES),
+        (_FINAL_FROM, _LAST_KIND_SHARES),
+        (math.inf, _FINAL_KIND_SHARES),
+    )
+    shares = _DEEP_KIND_SHARES if plan.is_deep(step) else next(shares for end, shares in stages if progress < end)
     return rng.choice(len(KINDS), count, p=[shares[kind] for kind in KINDS])

@@ -70,8 +70,3 @@ def answer_losses(
         logits.append(model.lm_head(by_question[torch.arange(len(by_question)), last]))
     scores = torch.cat(logits)
     return (scores.argmax(1) == answers).numpy(), functional.cross_entropy(scores, answers, reduction="none").numpy()
-
-
-def by_kind(right: np.ndarray, kinds: np.ndarray) -> np.ndarray:
-    """Return the share of right answers for each of KINDS."""
-    return np.array([right[kinds == number].mean() for number in range(len(KINDS))])

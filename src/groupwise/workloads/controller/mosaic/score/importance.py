@@ -13,36 +13,32 @@ from groupwise.workloads.controller.mosaic.score.accuracy import Exam, answer_lo
 _FILE = "importance.json"
 
 
-def measure_drop_order(
+def measure_importance(
     model: LlavaForConditionalGeneration, exam: Exam, say: Callable[[str], None]
-) -> tuple[list[int], dict[int, float]]:
-    """Return the blocks in the order they are dropped, and what dropping each alone adds to the mean loss.
+) -> dict[int, float]:
+    """Return what dropping each block alone adds to the mean loss, the least important block first.
 
-    One block after the other: next goes the one without which, and without those before it, the loss is smallest.
+    Blocks before the latest insertion position always run.
     """
     features = features_of(model, exam, Tier.HIGH)
 
-    def loss_without(dropped: list[int]) -> float:
-        kept = [block for block in range(BLOCKS) if block not in dropped]
+    def loss_without(dropped: int | None) -> float:
+        kept = [block for block in range(BLOCKS) if block != dropped]
         return float(answer_losses(model, exam, features, blocks=kept, top_k=TOP_K)[1].mean())
 
-    whole = loss_without([])
-    order: list[int] = []
-    alone: dict[int, float] = {}
-    for dropped_already in range(BLOCKS - FEWEST_BLOCKS):
-        candidates = [block for block in range(FIRST_DROPPABLE_BLOCK, BLOCKS) if block not in order]
-        losses = {block: loss_without([*order, block]) for block in candidates}
-        if not dropped_already:
-            alone = {block: round(loss - whole, 4) for block, loss in losses.items()}
-        order.append(min(losses, key=losses.__getitem__))
-        say(f"drop block {order[-1]}: loss {whole:.3f} -> {losses[order[-1]]:.3f}")
-    return order, alone
+    whole = loss_without(None)
+    added = {block: round(loss_without(block) - whole, 4) for block in range(FIRST_DROPPABLE_BLOCK, BLOCKS)}
+    order = sorted(added, key=added.__getitem__)
+    say(f"loss {whole:.3f}; added by dropping a block: {', '.join(f'{block}: {added[block]:.3f}' for block in order)}")
+    return {block: added[block] for block in order}
 
 
-def save_drop_order(folder: Path, order: list[int], alone: dict[int, float]) -> None:
-    """Write the order and the measurements it came from."""
-    content = {"drop_order": order, "loss_added_by_dropping_alone": alone, "split": "validation", "tier": "high"}
+def save_importance(folder: Path, added: dict[int, float]) -> list[int]:
+    """Write the measurements and the order that follows from them; return the order."""
+    order = list(added)[: BLOCKS - FEWEST_BLOCKS]
+    content = {"drop_order": order, "loss_added_by_dropping_alone": added, "split": "validation", "tier": "high"}
     (folder / _FILE).write_text(json.dumps(content, indent=2) + "\n")
+    return order
 
 
 def load_drop_order(folder: Path) -> list[int]:

@@ -1,24 +1,25 @@
 """Measure the model over the whole grid of settings, and lay the results out as Markdown tables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from transformers import LlavaForConditionalGeneration
 
+from groupwise.workloads.controller.knobs import Knobs
 from groupwise.workloads.controller.mosaic.crops import Tier
-from groupwise.workloads.controller.mosaic.model import kept_blocks
 from groupwise.workloads.controller.mosaic.questions import KINDS
-from groupwise.workloads.controller.mosaic.score.accuracy import Exam, answer_losses, by_kind, features_of
+from groupwise.workloads.controller.mosaic.remembered import Remembered
 from groupwise.workloads.controller.mosaic.score.choice import best_by_kind, best_single, score
 from groupwise.workloads.controller.mosaic.score.knobs import CHEAPEST, FULL, GRID, SINGLE_KNOBS, Setting
+from groupwise.workloads.controller.mosaic.words import decode
+from groupwise.workloads.controller.task import Question
 
 Accuracy = dict[Setting, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Shares of right answers by kind on two splits, and batch-1 milliseconds by way of computing experts."""
+    """Shares of right answers by kind on two splits, and batch-1 milliseconds by way of answering."""
 
     validation: Accuracy
     test: Accuracy
@@ -43,25 +44,27 @@ def _by_name(shares: np.ndarray) -> dict[str, float]:
     return {kind.value: round(float(share), 4) for kind, share in zip(KINDS, shares, strict=True)}
 
 
-def measure_accuracy(
-    model: LlavaForConditionalGeneration, exam: Exam, drop_order: Sequence[int], say: Callable[[str], None]
-) -> Accuracy:
-    """Return the share of right answers by kind for each setting of the grid."""
+def remembered_accuracy(questions: Sequence[Question], remembered: Remembered) -> Accuracy:
+    """Return the share of right answers by kind for each setting of the grid, from the table of answers."""
+    kinds = np.array([question.kind for question in questions])
     found: Accuracy = {}
-    for tier in Tier:
-        features = features_of(model, exam, tier)
-        for setting in (setting for setting in GRID if setting.tier == tier):
-            kept = kept_blocks(drop_order, setting.blocks)
-            right, _ = answer_losses(model, exam, features, blocks=kept, top_k=setting.top_k)
-            found[setting] = by_kind(right, exam.kinds)
-            say(f"{setting}: {found[setting].mean():.3f}")
+    for setting in GRID:
+        knobs = Knobs(setting.tier.value, 1, setting.top_k, setting.blocks)
+        right = np.array([_is_right(question, remembered, knobs) for question in questions])
+        found[setting] = np.array([right[kinds == kind.value].mean() for kind in KINDS])
     return found
 
 
-def knob_table(measured: Measured, experts: str) -> str:
+def _is_right(question: Question, remembered: Remembered, knobs: Knobs) -> bool:
+    tokens = remembered.one(question.sample.name, knobs)
+    assert tokens is not None, "the table holds every question of its parts"
+    return decode(list(tokens)) in question.answers
+
+
+def knob_table(measured: Measured, way: str) -> str:
     """Return accuracy and time of full, cheapest, and each knob alone."""
     named = {"full": FULL, **{f"{knob} alone": s for knob, s in SINGLE_KNOBS.items()}, "cheapest": CHEAPEST}
-    ms = measured.ms[experts]
+    ms = measured.ms[way]
     rows = [
         [
             name,
@@ -108,9 +111,9 @@ class Gain:
         return (self.right_by_kind - self.right_single) * 100
 
 
-def choice_gains(measured: Measured, experts: str) -> list[Gain]:
+def choice_gains(measured: Measured, way: str) -> list[Gain]:
     """Return the gain of choosing by kind at nine budgets: chosen on validation, scored on test."""
-    ms = measured.ms[experts]
+    ms = measured.ms[way]
     gains = []
     for share in np.arange(0.1, 1.0, 0.1):
         budget_ms = ms[CHEAPEST] + share * (ms[FULL] - ms[CHEAPEST])
@@ -120,11 +123,11 @@ def choice_gains(measured: Measured, experts: str) -> list[Gain]:
     return gains
 
 
-def choice_table(measured: Measured, experts: str) -> str:
+def choice_table(measured: Measured, way: str) -> str:
     """Return the gains of choosing by kind as a table."""
     rows = [
         [f"{g.budget_ms:.1f}", str(g.single), f"{g.right_single:.3f}", f"{g.right_by_kind:.3f}", f"{g.points:+.1f}"]
-        for g in choice_gains(measured, experts)
+        for g in choice_gains(measured, way)
     ]
     return _markdown(["budget ms", "best single setting", "right", "by kind", "points"], rows)
 
