@@ -17,10 +17,11 @@ $(READY):
 	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install --quiet --progress-bar off -e '.[dev]'
 	touch $@
 
+# Profile this machine (once), train a controller of the embedded model, judge it by measured answers.
 demo: setup
-	$(BIN)/groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
 	rm -rf runs/demo
-	$(BIN)/groupwise train examples/doors.py --run-dir runs/demo
+	$(BIN)/groupwise train controller --run-dir runs/demo
+	$(BIN)/groupwise eval runs/demo
 
 test: setup
 	$(BIN)/pytest

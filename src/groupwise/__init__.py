@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from groupwise.core.types import Rollouts, Scored, Terms
     from groupwise.train.config import Config, OptimiserConfig, RunConfig
     from groupwise.workloads.base import Workload, WorkloadConfig
+    from groupwise.workloads.controller.adaptive import AdaptiveModel
     from groupwise.workloads.judge import judge
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "AdaptiveModel": "workloads.controller.adaptive",
     "AdvantageConfig": "core.config",
     "Config": "train.config",
     "LossConfig": "core.config",
@@ -43,6 +45,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AdaptiveModel",
     "AdvantageConfig",
     "Config",
     "LossConfig",

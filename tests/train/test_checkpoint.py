@@ -12,6 +12,7 @@ from groupwise.train import checkpoint
 from groupwise.train.checkpoint import newest_good, restore, write_checkpoint
 from groupwise.train.config import OptimiserConfig
 from groupwise.train.state import new_state
+from groupwise.workloads import checkpoints
 
 
 class PowerCut(BaseException):
@@ -30,12 +31,12 @@ def write(folder, step, keep=2):
 
 
 def crash_at_line(nth, act):
-    """Cut the power before the nth line of checkpoint.py that something reaches. False if it ended first."""
+    """Cut the power before the nth line about checkpoints that something reaches. False if it ended first."""
     lines = 0
 
     def trace(frame, event, _):
         nonlocal lines
-        if frame.f_code.co_filename != checkpoint.__file__:
+        if frame.f_code.co_filename not in (checkpoint.__file__, checkpoints.__file__):
             return None
         if event == "line":
             lines += 1

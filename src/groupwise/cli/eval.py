@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -13,6 +14,10 @@ from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
 from groupwise.train.config import Config, with_values
 from groupwise.train.folder import RunFolder
+from groupwise.workloads.report import ReportTable
+
+if TYPE_CHECKING:
+    from groupwise.train.run import Evaluation
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,37 @@ def run(words: list[str], as_json: bool) -> int:
         found = evaluate(config, folder, lambda text: print(f"Warning: {text}", file=sys.stderr))
     disconnect()
     if found.is_main and as_json:
-        print_json({"run_dir": str(folder.path), "step": found.step, "figures": dict(found.figures)})
+        report = {"report": dict(found.report.figures)} if found.report else {}
+        print_json({"run_dir": str(folder.path), "step": found.step, "figures": dict(found.figures), **report})
     elif found.is_main:
-        print(f"{folder.path} after step {found.step}{'' if found.figures else ': its workload has no evaluate()'}")
-        for name, value in found.figures.items():
-            print(f"  {name:<32} {value:.4f}")
+        _show(found, folder)
     return 0
+
+
+def _show(found: Evaluation, folder: RunFolder) -> None:
+    print(f"{folder.path} after step {found.step}{'' if found.figures else ': its workload has no evaluate()'}")
+    for name, value in found.figures.items():
+        print(f"  {name:<32} {value:.4f}")
+    for table in found.report.tables if found.report else ():
+        _draw(table)
+    for path in found.pictures:
+        print(f"Picture: {path}")
+
+
+def _draw(table: ReportTable) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for number, name in enumerate(table.columns):
+        drawn.add_column(name, justify="right" if number else "left")
+    for row in table.rows:
+        drawn.add_row(*row)
+    console = Console(highlight=False)
+    console.print(f"\n[bold]{table.title}[/bold]", drawn, sep="\n", end="")
+    if table.note:
+        console.print(table.note)
 
 
 def config_of_run(folder: RunFolder) -> Config:

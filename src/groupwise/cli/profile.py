@@ -14,9 +14,6 @@ from groupwise.core.errors import require
 
 if TYPE_CHECKING:
     from groupwise.meter.estimator import Estimator
-    from groupwise.workloads.controller.loading import LoadedModel
-
-_QUESTION_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 
 
 @dataclass(frozen=True)
@@ -52,12 +49,19 @@ def run(words: list[str], as_json: bool) -> int:
     output = arguments.output or Path(f"estimator-{Path(arguments.model).name}.json")
     import torch
 
+    from groupwise.workloads.controller.chosen_estimator import profiled_estimator
     from groupwise.workloads.controller.loading import load_model
 
     torch.set_num_threads(arguments.threads)
     with quiet_stdout(as_json):
         begun = time.perf_counter()
-        estimator = _fitted(load_model(arguments.model, dtype="auto"), arguments)
+        estimator = profiled_estimator(
+            load_model(arguments.model, dtype="auto"),
+            seconds=arguments.seconds,
+            new_tokens=arguments.new_tokens,
+            question_tokens=arguments.question_tokens,
+            quantile=arguments.quantile,
+        )
         estimator.save(output)
         figures = _figures(estimator, output, time.perf_counter() - begun)
     if as_json:
@@ -65,20 +69,6 @@ def run(words: list[str], as_json: bool) -> int:
     else:
         _show(figures)
     return 0
-
-
-def _fitted(loaded: LoadedModel, arguments: ProfileArguments) -> Estimator:
-    from groupwise.meter.estimator import Estimator
-    from groupwise.workloads.controller.executor import Executor
-    from groupwise.workloads.controller.knob_estimator import work_identity
-    from groupwise.workloads.controller.profile import profile
-    from groupwise.workloads.controller.subject import probes
-
-    lengths = [max(1, round(share * arguments.question_tokens)) for share in _QUESTION_SHARES]
-    samples = probes(loaded, question_tokens=lengths)
-    executor = Executor(loaded.adapter, loaded.options)
-    seen = profile(executor, samples, seconds=arguments.seconds, new_tokens=arguments.new_tokens)
-    return Estimator.fit(seen, model=work_identity(loaded.model), quantile=arguments.quantile)
 
 
 def _figures(estimator: Estimator, output: Path, seconds: float) -> dict[str, Any]:

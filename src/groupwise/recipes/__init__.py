@@ -16,7 +16,10 @@ from types import ModuleType
 from groupwise.core.errors import UserError
 from groupwise.train.config import Config
 
-RECIPES: dict[str, str] = {"controller": "groupwise.recipes.controller:recipe"}
+RECIPES: dict[str, str] = {
+    "controller": "groupwise.recipes.controller:recipe",
+    "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
+}
 """Built-in recipes: name to `module:function`."""
 
 HOW_TO_NAME = (

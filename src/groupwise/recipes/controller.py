@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.train.config import Config, OptimiserConfig
+from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 
 
 def recipe() -> Config:
     return Config(
-        MosaicControllerConfig(),
+        # Fractions of the full configuration's median: on a noisy machine the high quantile is half as much again.
+        MosaicControllerConfig(BudgetConfig((0.8, 0.9, 1.0, 1.15, 1.3, 1.5), on_impossible="cheapest")),
         steps=200,
         conditions_per_step=32,
         group_size=8,

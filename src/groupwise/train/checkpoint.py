@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,23 +20,42 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.train.config import differing_fields
 from groupwise.train.state import State, trainable_weights
+from groupwise.workloads.checkpoints import (
+    AVERAGED_WEIGHTS,
+    META,
+    WEIGHTS,
+    damage,
+    hash_of_meta,
+    newest_first,
+    newest_good,
+    read_meta,
+    step_of,
+)
 
-_META = "checkpoint.json"
+__all__ = ["check_same_config", "check_same_files", "newest_good", "read_meta", "restore", "write_checkpoint"]
 
 
-def write_checkpoint(folder: Path, state: State, *, config: Mapping[str, Any], ranks: int, keep: int) -> Path:
-    """Save the state as `step-NNNNNN`; the newest `keep` stay."""
+def write_checkpoint(
+    folder: Path,
+    state: State,
+    *,
+    config: Mapping[str, Any],
+    ranks: int,
+    keep: int,
+    files: Mapping[str, bytes] | None = None,
+) -> Path:
+    """Save the state, and the workload's own files, as `step-NNNNNN`; the newest `keep` stay."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state.step:06d}"
     if final.exists():
-        if next(_damage(final), None) is None:
+        if next(damage(final), None) is None:
             return final
         _remove(final)
     for leftover in (*folder.glob(".writing-*"), *folder.glob(".removing-*")):
         shutil.rmtree(leftover)
     draft = folder / f".writing-{final.name}"
     draft.mkdir()
-    parts = _parts(state)
+    parts = {**(files or {}), **_parts(state)}
     meta: dict[str, Any] = {
         "step": state.step,
         "updates": state.updates,
@@ -48,35 +67,15 @@ def write_checkpoint(folder: Path, state: State, *, config: Mapping[str, Any], r
         },
         "sha256": {name: hashlib.sha256(raw).hexdigest() for name, raw in parts.items()},
     }
-    meta["sha256"][_META] = _hash_of_meta(meta)
-    for name, raw in {**parts, _META: json.dumps(meta, indent=1).encode()}.items():
+    meta["sha256"][META] = hash_of_meta(meta)
+    for name, raw in {**parts, META: json.dumps(meta, indent=1).encode()}.items():
         _write_through(draft / name, raw)
     _sync_folder(draft)
     draft.rename(final)
     _sync_folder(folder)
-    for old in [path for path in _newest_first(folder) if _step(path) <= state.step][keep:]:
+    for old in [path for path in newest_first(folder) if step_of(path) <= state.step][keep:]:
         _remove(old)
     return final
-
-
-def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; every damaged one passed over is warned about."""
-    for path in _newest_first(folder):
-        damage = next(_damage(path), None)
-        if damage is None:
-            return path
-        warn(f"Checkpoint {path} is damaged ({damage}); trying the one before it.")
-    if any(folder.glob("step-*")):
-        raise UserError(
-            f"Every checkpoint in {folder} is damaged, so there is nothing to resume from. Restore one from a backup,"
-            " or start anew with another --run-dir."
-        )
-    return None
-
-
-def read_meta(path: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((path / _META).read_text())
-    return meta
 
 
 def check_same_config(path: Path, config: Mapping[str, Any]) -> None:
@@ -89,15 +88,27 @@ def check_same_config(path: Path, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_same_files(path: Path, files: Mapping[str, bytes]) -> None:
+    """Refuse weights that were trained with something else than the workload has now, such as another frozen model."""
+    for name, now in files.items():
+        then = (path / name).read_bytes() if (path / name).is_file() else b"{}"
+        if now != then:
+            differences = "; ".join(differing_fields(json.loads(now), json.loads(then))) or "its bytes differ"
+            raise UserError(
+                f"The checkpoint {path} was made with another {name}: {differences}. Use what it was trained with, or"
+                " start a new run with another --run-dir."
+            )
+
+
 @torch.no_grad()
 def restore(path: Path, state: State) -> None:
     """Set the state to what the checkpoint holds, bit by bit."""
-    saved = load((path / "policy.safetensors").read_bytes())
+    saved = load((path / WEIGHTS).read_bytes())
     _fill(_policy_tensors(state), saved, path)
     optimiser = torch.load(io.BytesIO((path / "optimiser.pt").read_bytes()), weights_only=True)
     state.optimiser.load_state_dict(optimiser)
     if state.ema:
-        _fill(state.ema.average, load((path / "ema.safetensors").read_bytes()), path)
+        _fill(state.ema.average, load((path / AVERAGED_WEIGHTS).read_bytes()), path)
     meta = read_meta(path)
     state.step, state.updates = meta["step"], meta["updates"]
 
@@ -105,9 +116,9 @@ def restore(path: Path, state: State) -> None:
 def _parts(state: State) -> dict[str, bytes]:
     optimiser = io.BytesIO()
     torch.save(state.optimiser.state_dict(), optimiser)
-    parts = {"policy.safetensors": _tensors(_policy_tensors(state)), "optimiser.pt": optimiser.getvalue()}
+    parts = {WEIGHTS: _tensors(_policy_tensors(state)), "optimiser.pt": optimiser.getvalue()}
     if state.ema:
-        parts["ema.safetensors"] = _tensors(state.ema.average)
+        parts[AVERAGED_WEIGHTS] = _tensors(state.ema.average)
     return parts
 
 
@@ -130,38 +141,6 @@ def _fill(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path)
         )
     for name, tensor in target.items():
         tensor.detach().copy_(saved[name])
-
-
-def _newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), key=_step, reverse=True)
-
-
-def _step(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
-
-
-def _hash_of_meta(meta: Mapping[str, Any]) -> str:
-    """Of everything in the description but this hash itself."""
-    rest = {**meta, "sha256": {name: value for name, value in meta["sha256"].items() if name != _META}}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
-
-
-def _damage(path: Path) -> Iterator[str]:
-    """What is wrong with a checkpoint, if anything."""
-    try:
-        meta = read_meta(path)
-        hashes = dict(meta["sha256"])
-        if hashes.pop(_META) != _hash_of_meta(meta) or meta["step"] != _step(path):
-            yield f"{_META} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield f"{_META} cannot be read: {error}"
-        return
-    for name, expected in hashes.items():
-        part = path / name
-        if not part.is_file():
-            yield f"{name} is missing"
-        elif hashlib.sha256(part.read_bytes()).hexdigest() != expected:
-            yield f"{name} is not what was written"
 
 
 def _remove(path: Path) -> None:

@@ -37,6 +37,7 @@ def preflight(workload: Workload, *, state: State, shape: Shape, config: Config,
     buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
     placed = place(shape, seed=config.seed, step=state.step)
     checks = [_shapes_divide(shape), _parameters_agree(state, comm)]
+    checks += [Check("to know", True, note) for note in workload.notes()]
     rollouts = rollout(workload, placed, comm)
     checks.append(_passes("members share their condition", lambda: _groups_hold(rollouts, placed, comm)))
     checks.append(_passes("rewards arrive", lambda: _rewards_seen(workload, rollouts, config, comm)))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from groupwise.core.placement import place
 from groupwise.core.shape import Shape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.trackers import Trackers, check_installed
-from groupwise.train.checkpoint import check_same_config, newest_good, restore, write_checkpoint
+from groupwise.train.checkpoint import check_same_config, check_same_files, newest_good, restore, write_checkpoint
 from groupwise.train.config import Config, to_dict
 from groupwise.train.folder import RunFolder
 from groupwise.train.loop import Step, training_steps
@@ -24,6 +24,7 @@ from groupwise.train.screen import Screen
 from groupwise.train.signals import stop_signals
 from groupwise.train.state import State, new_state
 from groupwise.workloads.base import Workload
+from groupwise.workloads.report import Report
 
 
 @dataclass(frozen=True)
@@ -100,18 +101,25 @@ def check(config: Config) -> tuple[list[Check], bool]:
 class Evaluation:
     step: int
     figures: Mapping[str, float]
+    report: Report | None
+    """What the workload has to say besides, on the main rank."""
+    pictures: Sequence[Path]
     is_main: bool
 
 
 def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> Evaluation:
-    """The figures of a run's newest good checkpoint."""
+    """The figures of a run's newest good checkpoint, and its workload's report."""
     setup = set_up(config)
     path = newest_good(folder.checkpoints, warn)
     if path is None:
         raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
+    check_same_files(path, setup.workload.files())
     restore(path, setup.state)
     figures = _log_evaluation(setup, folder, None, f"step {setup.state.step}")
-    return Evaluation(setup.state.step, figures, setup.comm.is_main)
+    with _judged(setup, "report"):
+        report = setup.workload.report() if setup.comm.is_main else None
+        pictures = _write_report(report, folder) if report else []
+    return Evaluation(setup.state.step, figures, report, pictures, setup.comm.is_main)
 
 
 def run_dir(config: Config) -> Path:
@@ -131,6 +139,7 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
     path = comm.from_main(found)
     if path is not None:
         check_same_config(path, to_dict(config))
+        check_same_files(path, setup.workload.files())
         restore(path, setup.state)
         done = setup.state.step >= config.steps
         screen.say(
@@ -206,15 +215,31 @@ def _write_checkpoint(setup: Setup, folder: RunFolder) -> None:
             config=to_dict(setup.config),
             ranks=setup.comm.ranks,
             keep=setup.config.run.keep_checkpoints,
+            files=setup.workload.files(),
         )
 
 
-def _evaluate(setup: Setup) -> dict[str, float]:
-    """The workload's own figures, on the averaged weights where there are any."""
+@contextmanager
+def _judged(setup: Setup, method: str) -> Iterator[None]:
+    """The policy on its averaged weights where there are any; what fails is told as the workload's."""
     ema, policy = setup.state.ema, setup.state.policy
-    what = f"evaluate() of {type(setup.workload).__name__}"
+    what = f"{method}() of {type(setup.workload).__name__}"
     with ema.borrowed(policy) if ema else nullcontext(), torch.no_grad(), setup.comm.together(what):
+        yield
+
+
+def _evaluate(setup: Setup) -> dict[str, float]:
+    with _judged(setup, "evaluate"):
         return {name: float(value) for name, value in setup.workload.evaluate().items()}
+
+
+def _write_report(report: Report, folder: RunFolder) -> list[Path]:
+    """Its figures into eval.json, beside those of other moments; its pictures beside it."""
+    folder.write("eval.json", {**folder.read("eval.json"), **report.figures})
+    pictures = {folder.path / name: draw for name, draw in (report.pictures or {}).items()}
+    for path, draw in pictures.items():
+        draw(path)
+    return list(pictures)
 
 
 def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str) -> dict[str, float]:

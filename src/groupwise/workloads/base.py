@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from groupwise.core.placement import Rows
     from groupwise.core.types import Rollouts, Scored, Terms
+    from groupwise.workloads.report import Report
 
 
 class Workload(Protocol):
@@ -42,9 +43,23 @@ class Workload(Protocol):
         """Named figures on held-out data. Runs alike on every rank; the policy may hold averaged weights meanwhile."""
         return {}
 
+    def report(self) -> Report | None:
+        """All that a finished run should be judged by, for `groupwise eval`: may take minutes. Asked of one rank."""
+        return None
+
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         """What a person would want to see of each row (JSON values), for samples.jsonl."""
         return [{} for _ in range(len(rollouts))]
+
+    def notes(self) -> Sequence[str]:
+        """What a person should know before training starts: shown with the preflight."""
+        return ()
+
+    def files(self) -> Mapping[str, bytes]:
+        """JSON files that every checkpoint holds too: what is needed to use the policy without this workload. Weights
+        that were trained with others are refused.
+        """
+        return {}
 
 
 @dataclass(frozen=True)

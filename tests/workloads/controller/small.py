@@ -43,7 +43,7 @@ def question(number: int, answers: tuple[str, ...] = ("?",)) -> Question:
     asked = (5 + number % 2, 7 + number % 3)
     own = replace(sample(number), name=f"sample {number} asks {asked}", question=asked)
     tokens = {tier: TOKENS_PER_CROP * (1 + crops) + len(asked) for tier, crops in CROPS.items()}
-    return Question(own, " ".join(map(str, asked)), answers, tokens, image=f"image {number}")
+    return Question(own, " ".join(map(str, asked)), answers, tokens, image=f"image {number}", kind=str(asked[0]))
 
 
 def questions(numbers: range) -> list[Question]:
@@ -66,6 +66,8 @@ class SmallConfig(ControllerConfig):
             questions(range(8)),
             questions(range(8, 12)),
             spell=lambda tokens: " ".join(map(str, tokens)),
+            choose=lambda: questions(range(8, 20)),
+            test=lambda: questions(range(20, 32)),
         )
 
 

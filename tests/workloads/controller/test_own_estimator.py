@@ -24,7 +24,7 @@ def make():
     time.sleep(0.5)
     return estimator()
 
-print(own_estimator("tiny", make, Path(sys.argv[1])).prices)
+print(own_estimator("tiny", make, model="tiny", folder=Path(sys.argv[1])).prices)
 """
 
 
@@ -38,6 +38,10 @@ def estimator() -> Estimator:
     return Estimator.fit(seen, model="tiny")
 
 
+def own(key, make, folder):
+    return own_estimator(key, make, model="tiny", folder=folder)
+
+
 def test_it_is_made_once_and_found_again(tmp_path):
     made = []
 
@@ -45,12 +49,13 @@ def test_it_is_made_once_and_found_again(tmp_path):
         made.append(1)
         return estimator()
 
-    first, again = own_estimator("tiny", make, tmp_path), own_estimator("tiny", make, tmp_path)
+    first, again = own("tiny", make, tmp_path), own("tiny", make, tmp_path)
     assert made == [1]
     assert first.prices == again.prices
     assert np.array_equal(first.ratios, again.ratios)
-    own_estimator("tiny", make, tmp_path / "elsewhere")
-    assert made == [1, 1]
+    own("tiny", make, tmp_path / "elsewhere")
+    own("tiny, longer answers", make, tmp_path)
+    assert made == [1, 1, 1]
 
 
 def test_processes_that_start_together_share_what_one_of_them_makes(tmp_path):

@@ -42,7 +42,9 @@ class Budget:
         return f"{self.value:g} {what}{' to the first token' if self.span == 'first_token' else ''}"
 
 
-def refusal(budget: Budget, budget_ms: float, cheapest_ms: float, full_ms: float) -> UserError:
+def refusal(
+    budget: Budget, budget_ms: float, cheapest_ms: float, full_ms: float, *, how: str = "on_impossible 'cheapest'"
+) -> UserError:
     """Why a budget that no configuration fits is refused, and what would do."""
     hint, in_ms = "", f" ({budget_ms:.4g} ms)" if budget.unit == "fraction" else ""
     if budget.unit == "ms" and cheapest_ms <= 1000 * budget_ms <= 20 * full_ms:
@@ -50,5 +52,5 @@ def refusal(budget: Budget, budget_ms: float, cheapest_ms: float, full_ms: float
     return UserError(
         f"The budget {budget}{in_ms} is below the cheapest configuration, which is estimated at"
         f" {cheapest_ms:.4g} ms (the full one at {full_ms:.4g} ms).{hint} Give more, or ask for a best effort with"
-        " on_impossible 'cheapest': the cheapest configuration is then taken, and counted."
+        f" {how}: the cheapest configuration is then taken, and counted."
     )

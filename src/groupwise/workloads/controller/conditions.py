@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from groupwise.core.errors import UserError
 from groupwise.core.identity import group_id
 from groupwise.workloads.controller.budget import Budget, refusal
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.estimates import LatencyEstimator, costs
+from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, costs
 from groupwise.workloads.controller.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
 
@@ -70,6 +71,13 @@ class Conditions:
         """Whether what was chosen is estimated not to fit."""
         return at(self.promised_ms(rows), choices) > self.budget_ms[rows]
 
+    def refusal(self, row: int, **remedy: str) -> UserError:
+        """Why the budget of a condition that nothing fits cannot be kept."""
+        rows, budget, budget_ms = torch.tensor([row]), self.budget_of(row), float(self.budget_ms[row])
+        (full_ms,) = self.estimates(rows)[0][:, -1, 0, -1, -1].tolist()
+        told = replace(budget, value=budget_ms) if budget.unit == "ms" else budget
+        return refusal(told, budget_ms, float(self.promised_ms(rows).min()), full_ms, **remedy)
+
 
 def at(tables: Tables, choices: Int64[Tensor, "rows 4"]) -> Float[Tensor, " rows"]:
     """Each row's entry for what it chose."""
@@ -83,18 +91,26 @@ def make_conditions(
     lengths = [tuple(question.prompt_tokens[tier] for tier in options.crops) for question in questions]
     distinct = {length: number for number, length in enumerate(dict.fromkeys(lengths))}
     found = [costs(estimator, options, dict(zip(options.crops, each, strict=True)), config.span) for each in distinct]
-    medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
     table = torch.tensor([distinct[length] for length in lengths])
-    full_ms, cheapest_ms = medians[:, -1, 0, -1, -1][table], medians.flatten(1).amin(1)[table]
-    promised = (highs if config.respect == "guarantee" else medians).flatten(1).amin(1)[table]
-    budget_ms = torch.stack([_in_ms(config, ms) for ms in full_ms.tolist()])
-    impossible = promised[:, None] > budget_ms
-    if impossible.any() and config.on_impossible == "refuse":
-        row, nth = impossible.nonzero()[0].tolist()
-        raise refusal(
-            config.budgets[nth], float(budget_ms[row, nth]), float(promised[row]), float(full_ms[row])
-        ) from None
-    share = ((budget_ms - cheapest_ms[:, None]) / (full_ms - cheapest_ms).clamp(min=1e-9)[:, None]).clamp(0, 1)
+    budget_ms = torch.stack([_in_ms(config, found[nth].full_ms) for nth in table.tolist()])
+    made = conditions_of(questions, config, found, table, budget_ms)
+    if made.impossible.any() and config.on_impossible == "refuse":
+        raise made.refusal(int(made.impossible.nonzero()[0]))
+    return made
+
+
+def conditions_of(
+    questions: Sequence[Question],
+    config: BudgetConfig,
+    found: Sequence[Costs],
+    table: Int64[Tensor, " questions"],
+    budget_ms: Float[Tensor, "questions budgets"],
+) -> Conditions:
+    """Questions whose costs are known, each under as many budgets as the config has."""
+    medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
+    full_ms, cheapest_ms = medians[:, -1, 0, -1, -1][table, None], medians.flatten(1).amin(1)[table, None]
+    promised = (highs if config.respect == "guarantee" else medians).flatten(1).amin(1)[table, None]
+    share = ((budget_ms - cheapest_ms) / (full_ms - cheapest_ms).clamp(min=1e-9)).clamp(0, 1)
     ids = [
         condition_id(row * len(config.budgets) + nth, question, budget, ms)
         for row, question in enumerate(questions)
@@ -108,7 +124,7 @@ def make_conditions(
         highs,
         budget_ms.flatten(),
         share.flatten(),
-        impossible.flatten(),
+        (promised > budget_ms).flatten(),
         torch.tensor(ids),
     )
 

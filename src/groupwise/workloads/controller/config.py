@@ -42,6 +42,29 @@ class BudgetConfig:
 
 
 @dataclass(frozen=True)
+class EvalConfig:
+    """The final evaluation, `groupwise eval`."""
+
+    tolerance: float = 0.05
+    """An answer violates its budget when it takes longer by more than this share."""
+    timed_answers: int = 100
+    """Questions whose answers by the controller and by the lookup table are timed, under every budget."""
+    timed_answers_of_others: int = 25
+    """The same for every other method. Accuracy is of all questions."""
+    runs_of_singles: int = 2
+    """Timed answers of every single configuration."""
+    imitation_steps: int = 200
+    """Steps to train the imitation of the oracle; 0 leaves it out."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "workload.eval.")
+        require(self.tolerance >= 0, "workload.eval.tolerance", self.tolerance, "0 or more")
+        least = {"timed_answers": 1, "timed_answers_of_others": 1, "runs_of_singles": 1, "imitation_steps": 0}
+        for name, number in least.items():
+            require(getattr(self, name) >= number, f"workload.eval.{name}", getattr(self, name), f"at least {number}")
+
+
+@dataclass(frozen=True)
 class ControllerConfig(WorkloadConfig):
     """Subclass it beside a task: `task` says what is asked, of which model, and what an answer is estimated to take."""
 
@@ -53,6 +76,7 @@ class ControllerConfig(WorkloadConfig):
     """Decides the controller's first weights."""
     eval_rows_per_pass: int = 64
     """Held-out conditions that are answered together. A memory knob."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")

@@ -35,6 +35,11 @@ class Costs:
     high_ms: Table
     """What an answer stays under with the estimator's high probability."""
 
+    @property
+    def full_ms(self) -> float:
+        """Median of the full configuration."""
+        return float(self.median_ms[-1, 0, -1, -1])
+
 
 def table_shape(options: KnobOptions) -> tuple[int, int, int, int]:
     return len(options.crops), len(options.insertion_positions), len(options.top_ks), len(options.block_totals)

@@ -8,7 +8,7 @@ reference for what sampling a few members of a group can reach.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int64
@@ -18,6 +18,7 @@ from groupwise.core.config import RewardConfig
 from groupwise.core.reward import weigh
 from groupwise.core.types import Terms
 from groupwise.workloads.controller.conditions import Conditions
+from groupwise.workloads.controller.task import Question
 from groupwise.workloads.controller.workload import ControllerWorkload
 
 Tables = Float[Tensor, "rows tiers positions top_ks blocks"]
@@ -55,17 +56,21 @@ def all_rewards(
 ) -> Tables:
     """What every configuration earns on each condition."""
     medians, _ = conditions.estimates(rows)
-    accuracy = torch.stack([_accuracies(workload, conditions, row) for row in rows.tolist()])
+    accuracy = accuracies(workload, conditions.question_of(rows))
     ratio = medians / conditions.budget_ms[rows].view(-1, 1, 1, 1, 1)
     terms = {"accuracy": accuracy, **workload.terms_of(ratio, workload.cost.expand_as(ratio))}
     flat = Terms({name: values.flatten() for name, values in terms.items()})
     return weigh(flat, RewardConfig(weights=weights or {})).total.view_as(ratio)
 
 
-def _accuracies(workload: ControllerWorkload, conditions: Conditions, row: int) -> Tensor:
-    """How right the model is under every configuration; all of one question in one batch."""
-    shape = workload.cost.shape
-    choices = torch.cartesian_prod(*(torch.arange(size) for size in shape))
-    questions = conditions.question_of(torch.tensor([row])) * len(choices)
-    said = workload.answer(questions, choices)
-    return workload.judge_accuracy(questions, said).values["accuracy"].view(shape)
+@torch.no_grad()
+def accuracies(workload: ControllerWorkload, questions: Sequence[Question]) -> Tables:
+    """How right the model is under every configuration; all of one question in one batch, and judged once."""
+    distinct = {question.sample.name: question for question in questions}
+    said = {name: workload.task.answer_all(question) for name, question in distinct.items()}
+    pairs = list(dict.fromkeys((name, text) for name, texts in said.items() for text in texts))
+    judged = workload.judge_accuracy([distinct[name] for name, _ in pairs], [text for _, text in pairs])
+    right = dict(zip(pairs, judged.values["accuracy"].tolist(), strict=True))
+    rows = {name: torch.tensor([right[name, text] for text in texts]) for name, texts in said.items()}
+    table = torch.stack([rows[question.sample.name] for question in questions])
+    return table.double().view(len(questions), *workload.cost.shape)

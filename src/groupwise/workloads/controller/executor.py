@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from groupwise.core.errors import UserError
@@ -62,10 +62,10 @@ class Known:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The blocks before the largest insertion position, run in full once per (sample, tier)."""
+    """The blocks before an insertion position, the largest or one that was asked for, run in full once per head."""
 
     latency_tokens: dict[Head, Float[Tensor, "positions width"]]
-    """What the controller's second stage reads, one line for each insertion position."""
+    """What the controller's second stage reads, one line for each insertion position that was reached."""
     known: Known
 
 
@@ -76,28 +76,42 @@ class Executor:
         self.adapter, self.options, self.blocks = adapter, options, Blocks(adapter)
 
     @torch.inference_mode()
-    def prefix(self, heads: Sequence[tuple[Sample, str]], latency_token: Float[Tensor, " width"]) -> Prefix:
+    def prefix(
+        self,
+        heads: Sequence[tuple[Sample, str]],
+        latency_token: Float[Tensor, " width"],
+        *,
+        positions: Sequence[int] | None = None,
+    ) -> Prefix:
         """Run the first blocks with a latency token after each prompt.
 
-        It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped.
+        It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped. With
+        `positions`, one a head, no block after a head's own position runs, and later positions have no latency token.
         """
-        known = self._encode(heads)
-        names = [(sample.name, tier) for sample, tier in heads]
+        offered = self.options.insertion_positions
+        known, names = self._encode(heads), [(sample.name, tier) for sample, tier in heads]
+        last = dict(zip(names, positions or [max(offered)] * len(heads), strict=True))
         names.sort(key=lambda name: len(known.states[name, ()]))
-        prompts = [known.prompts[name] for name in names]
-        rows = [torch.cat([prompt.states, latency_token[None].to(prompt.states)]) for prompt in prompts]
-        places = [torch.nn.functional.pad(prompt.places, (0, 1), value=prompt.next_place) for prompt in prompts]
-        path, seen = self.options.path(self.options.full), dict[Head, list[Tensor]]((name, []) for name in names)
+        token, path = latency_token[None], self.options.path(self.options.full)
+        rows = {name: torch.cat([known.states[name, ()], token.to(known.states[name, ()])]) for name in names}
+        places = {name: _with_one_more(known.prompts[name]) for name in names}
+        seen: dict[Head, list[Tensor]] = {name: [] for name in names}
         with self.blocks.installed():
-            for block in range(max(self.options.insertion_positions)):
-                rows, pairs = self.blocks.run(block, rows, places, [path[block]] * len(rows), known.tally)
-                rows = [prompt.after_block(block, states) for prompt, states in zip(prompts, rows, strict=True)]
-                for name, states, (keys, values) in zip(names, rows, pairs, strict=True):
-                    node = name, path[: block + 1]
-                    known.states[node], known.keys_values[node] = states[:-1], (keys[:, :-1], values[:, :-1])
-                    seen[name].append(states[-1])
-        positions = [position - 1 for position in self.options.insertion_positions]
-        return Prefix({name: torch.stack([seen[name][nth] for nth in positions]) for name in names}, known)
+            for block in range(max(last.values())):
+                running = [name for name in names if last[name] > block]
+                states, pairs = self.blocks.run(
+                    block,
+                    [rows[name] for name in running],
+                    [places[name] for name in running],
+                    [path[block]] * len(running),
+                    known.tally,
+                )
+                for name, state, (keys, values) in zip(running, states, pairs, strict=True):
+                    node, rows[name] = (name, path[: block + 1]), known.prompts[name].after_block(block, state)
+                    known.states[node], known.keys_values[node] = rows[name][:-1], (keys[:, :-1], values[:, :-1])
+                    seen[name].append(rows[name][-1])
+        found = {name: [seen[name][nth - 1] for nth in offered if nth <= last[name]] for name in names}
+        return Prefix({name: torch.stack(tokens) for name, tokens in found.items()}, known)
 
     @torch.inference_mode()
     def answer(
@@ -165,3 +179,8 @@ class Executor:
         head, path = leaf
         kept = [known.keys_values[head, path[: block + 1]] if k else None for block, k in enumerate(path)]
         return Row(path, known.prompts[head].next_place, kept, [first_token])
+
+
+def _with_one_more(prompt: Prompt) -> Int64[Tensor, "axes more"]:
+    """The places of a prompt and of one token after it."""
+    return torch.nn.functional.pad(prompt.places, (0, 1), value=prompt.next_place)

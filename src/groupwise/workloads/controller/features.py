@@ -26,18 +26,18 @@ class Features:
         self.executor = executor
         self._prompts: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
         self._tokens: dict[Head, Float[Tensor, "positions width"]] = {}
-        self._latency_token = self._embed(torch.arange(executor.adapter.text_config.vocab_size))
+        self.latency_token = self.embed(torch.arange(executor.adapter.text_config.vocab_size))
 
     @property
     def width(self) -> int:
-        return len(self._latency_token)
+        return len(self.latency_token)
 
     def prompts(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
         """The mean embedding of each question's tokens: known before any tier is chosen."""
         for question in questions:
             tokens = question.sample.question
             if tokens not in self._prompts:
-                self._prompts[tokens] = self._embed(torch.tensor(tokens))
+                self._prompts[tokens] = self.embed(torch.tensor(tokens))
         return torch.stack([self._prompts[question.sample.question] for question in questions])
 
     def latency_tokens(
@@ -53,7 +53,7 @@ class Features:
         for question in {each.sample.name: each for each in questions}.values():
             if (question.sample.name, tiers_by_number[0]) not in self._tokens:
                 heads = [(question.sample, tier) for tier in tiers_by_number]
-                passes.append(self.executor.prefix(heads, self._latency_token))
+                passes.append(self.executor.prefix(heads, self.latency_token))
                 # a copy made here takes part in autograd; what inference mode leaves does not
                 found = passes[-1].latency_tokens.items()
                 self._tokens |= {head: states.cpu().float().clone() for head, states in found}
@@ -62,7 +62,8 @@ class Features:
         return torch.stack(states), _join(passes) if passes else None
 
     @torch.no_grad()
-    def _embed(self, tokens: Int64[Tensor, " tokens"]) -> Float[Tensor, " width"]:
+    def embed(self, tokens: Int64[Tensor, " tokens"]) -> Float[Tensor, " width"]:
+        """The mean embedding of these tokens."""
         return self.executor.adapter.embed(tokens).float().mean(0).cpu()
 
 

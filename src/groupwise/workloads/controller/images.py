@@ -29,11 +29,12 @@ class Statistics:
 def open_image(image: Path | str | Image.Image) -> Image.Image:
     """A picture in red, green and blue, turned as its camera says."""
     if not isinstance(image, Image.Image):
-        image = _read(Path(image))
+        image = read_image(Path(image))
     return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def _read(path: Path) -> Image.Image:
+def read_image(path: Path) -> Image.Image:
+    """A picture as its file has it; refused if there is none or it is damaged."""
     if not path.is_file():
         raise UserError(f"There is no image file {path}. Check the path.")
     try:

@@ -14,15 +14,15 @@ from groupwise.meter.machine import current_machine
 _CACHE = "GROUPWISE_CACHE"
 
 
-def own_estimator(model: str, make: Callable[[], Estimator], folder: Path | None = None) -> Estimator:
-    """The estimator of this model on this machine, made only if there is none yet.
+def own_estimator(key: str, make: Callable[[], Estimator], *, model: str, folder: Path | None = None) -> Estimator:
+    """The estimator of this model on this machine, made only if there is none yet under this key.
 
     Ranks of one machine share it: one of them makes it while the others wait. Ranks of several machines would each find
     their own, so a run on many takes a file by name instead.
     """
     folder = folder or cache_folder() / "estimators"
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{hashlib.blake2b(f'{model} {current_machine()}'.encode(), digest_size=8).hexdigest()}.json"
+    file = folder / f"{hashlib.blake2b(f'{key} {current_machine()}'.encode(), digest_size=8).hexdigest()}.json"
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():

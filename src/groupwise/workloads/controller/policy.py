@@ -64,7 +64,7 @@ class StageOne(nn.Module):
         self.tier, self.insertion = Head(FIRST, tiers), Head(FIRST, positions)
 
     def forward(self, prompt: Float[Tensor, "rows width"], budget: Float[Tensor, "rows encoded"]) -> list[Tensor]:
-        parts = torch.cat([self.prompt(_even(prompt)), self.budget(budget)], dim=1)
+        parts = torch.cat([self.prompt(even(prompt)), self.budget(budget)], dim=1)
         hidden = gelu(self.join(gelu(parts)))
         return [self.tier(hidden), self.insertion(hidden)]
 
@@ -85,7 +85,7 @@ class StageTwo(nn.Module):
         position: Int64[Tensor, " rows"],
         budget: Float[Tensor, "rows encoded"],
     ) -> list[Tensor]:
-        mixed = self.token(_even(token)) + self.position(position) + self.budget(budget)
+        mixed = self.token(even(token)) + self.position(position) + self.budget(budget)
         hidden = gelu(self.join(gelu(mixed)))
         return [self.top_k(hidden), self.blocks(hidden)]
 
@@ -124,6 +124,6 @@ def masked_log_softmax(
     return logits.masked_fill(~allowed, FORBIDDEN).log_softmax(-1)
 
 
-def _even(features: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+def even(features: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
     """Hidden states of large models have a few huge entries, embeddings are tiny: bring both to one scale."""
     return layer_norm(features, features.shape[-1:])

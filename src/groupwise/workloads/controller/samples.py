@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from PIL.Image import Image
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.adapter import Sample
-from groupwise.workloads.controller.images import open_image
+from groupwise.workloads.controller.images import Statistics, open_image
 from groupwise.workloads.controller.loading import LoadedModel
 
 
@@ -20,15 +21,10 @@ def sample_from(image: Path | str | Image, question: str, loaded: LoadedModel) -
     The question goes through the tokenizer's chat template; for a tokenizer without one it is the whole prompt, and
     says with the image token where the image stands.
     """
-    if loaded.tokenizer is None or loaded.statistics is None:
-        missing = "tokenizer" if loaded.tokenizer is None else "image processor"
-        raise UserError(
-            f"The model {loaded.name!r} came without a {missing}, so words and pictures cannot be turned into its"
-            f" input. Save the {missing} in its folder; for mosaic, use mosaic_sample()."
-        )
-    before, after = _words(question, loaded)
-    crops = loaded.adapter.cut(open_image(image), loaded.options, loaded.statistics)
-    _check_length(len(before) + len(after), crops, loaded)
+    statistics = check_processors(loaded)
+    before, after = words_around(question, loaded)
+    crops = loaded.adapter.cut(open_image(image), loaded.options, statistics)
+    check_length(len(before) + len(after), crops, loaded)
     digest = hashlib.blake2b(repr((before, after)).encode(), digest_size=16)
     for tier, pixels in crops.items():
         digest.update(f"{tier}{tuple(pixels.shape)}".encode())
@@ -36,7 +32,18 @@ def sample_from(image: Path | str | Image, question: str, loaded: LoadedModel) -
     return Sample(digest.hexdigest(), crops, after, before)
 
 
-def _words(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def check_processors(loaded: LoadedModel) -> Statistics:
+    """Refuse a model that came without what turns words and pictures into its input."""
+    if loaded.tokenizer is None or loaded.statistics is None:
+        missing = "tokenizer" if loaded.tokenizer is None else "image processor"
+        raise UserError(
+            f"The model {loaded.name!r} came without a {missing}, so words and pictures cannot be turned into its"
+            f" input. Save the {missing} in its folder; for mosaic, use mosaic_sample()."
+        )
+    return loaded.statistics
+
+
+def words_around(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token ids before and after the image."""
     tokenizer, image_id = loaded.tokenizer, loaded.model.config.image_token_id
     image_word = tokenizer.convert_ids_to_tokens(image_id)
@@ -73,7 +80,8 @@ def _misplaced(image_word: str, count: int, *, templated: bool) -> str:
     )
 
 
-def _check_length(words: int, crops: dict[str, Tensor], loaded: LoadedModel) -> None:
+def check_length(words: int, crops: Mapping[str, Tensor], loaded: LoadedModel) -> None:
+    """Refuse a prompt that is longer than the model's context at some tier."""
     most = loaded.adapter.text_config.max_position_embeddings
     tokens, tier = max((loaded.adapter.image_tokens(pixels), tier) for tier, pixels in crops.items())
     if words + tokens > most:

@@ -25,6 +25,21 @@ class Question:
     """Length of the prompt at every tier, image tokens included."""
     image: str = ""
     """A name for people."""
+    kind: str = ""
+    """What sort of question it is, as far as can be told from the question; the controller is not told."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a task's model is and how it is asked: enough to use a trained controller without the task."""
+
+    model: str
+    """As `load_model` takes it."""
+    identity: str
+    """Of its weights: a controller is of no use for others."""
+    dtype: str = "float32"
+    prompt: str = "{question}"
+    """What goes to the model for a question."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +56,14 @@ class Task:
     """Text of an answer's tokens."""
     max_new_tokens: int = 1
     stop_token: int | None = None
+    source: Source | None = None
+    """None where the model cannot be loaded again by its name: checkpoints are then of no use without the task."""
+    notes: Sequence[str] = ()
+    """What a person should know before training."""
+    choose: Callable[[], Sequence[Question]] | None = None
+    """Questions that baselines are chosen on in the final evaluation; None takes those held out."""
+    test: Callable[[], Sequence[Question]] | None = None
+    """Questions that nothing was trained or chosen on, for the final evaluation; None leaves it out."""
 
     def __post_init__(self) -> None:
         for name in ("questions", "held_out"):
@@ -64,3 +87,11 @@ class Task:
             stop_token=self.stop_token,
         )
         return [self.spell(entry) for entry in tokens]
+
+    def answer_all(self, question: Question) -> list[str]:
+        """What the model says to a question under every configuration, in the order of `KnobOptions.all()`."""
+        shipped = self.answers.shipped.every(question.sample.name) if self.answers.shipped is not None else None
+        if shipped is None:
+            return self.answer([Request(question.sample, knobs) for knobs in self.executor.options.all()])
+        texts = {tokens: self.spell(tokens) for tokens in set(shipped)}
+        return [texts[tokens] for tokens in shipped]

@@ -18,10 +18,12 @@ from groupwise.workloads.controller.config import ControllerConfig
 from groupwise.workloads.controller.decisions import DECISIONS, Controller, greedy, knobs_of, repeated, sampled
 from groupwise.workloads.controller.executor import Prefix, Request
 from groupwise.workloads.controller.features import Features
-from groupwise.workloads.controller.policy import Policy
+from groupwise.workloads.controller.policy import Policy, parameter_counts
+from groupwise.workloads.controller.pretrained import files_of, settings_of
 from groupwise.workloads.controller.task import Question, Task
 from groupwise.workloads.controller.terms import cost_table, penalty_terms
 from groupwise.workloads.judge import judge
+from groupwise.workloads.report import Report
 
 
 class ControllerWorkload(Workload):
@@ -94,6 +96,12 @@ class ControllerWorkload(Workload):
             found.append((accuracy, self.held_out.over_budget(rows, choices).double(), at(medians, choices)))
         return found
 
+    def report(self) -> Report | None:
+        """Measured answers to test questions, beside baselines; None where the task has no test questions."""
+        from groupwise.workloads.controller.validate.report import validate
+
+        return validate(self) if self.task.test is not None else None
+
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         rows, choices = rollouts.data["condition"], rollouts.data["choices"]
         medians, highs = (at(tables, choices).tolist() for tables in self.training.estimates(rows))
@@ -113,6 +121,17 @@ class ControllerWorkload(Workload):
             }
             for nth, (row, question) in enumerate(zip(rows.tolist(), questions, strict=True))
         ]
+
+    def notes(self) -> Sequence[str]:
+        parts = parameter_counts(self.policy)
+        counted = ", ".join(f"{name} {count:,}" for name, count in parts.items())
+        return [f"the controller has {sum(parts.values()):,} numbers: {counted}", *self.task.notes]
+
+    def files(self) -> Mapping[str, bytes]:
+        """A checkpoint tells what `AdaptiveModel` needs besides the weights."""
+        if self.task.source is None:
+            return {}
+        return files_of(settings_of(self.task, self.config.budget, self.controller.features.width))
 
     def answer(
         self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: Prefix | None = None

@@ -61,7 +61,7 @@ def test_counted_work_by_hand():
 
 def test_the_recipe_runs(tmp_path):
     config = load_recipe("controller")
-    few = replace(config.workload, mosaics=3, held_out_mosaics=1, answers=tmp_path / "answers.db")
+    few = replace(config.workload, mosaics=3, held_out_mosaics=1, answers=tmp_path / "answers.db", estimator="counted")
     small = replace(config, workload=few, steps=1, conditions_per_step=4, group_size=4, rows_per_pass=16)
     summary = gw.train(replace(small, run=gw.RunConfig(run_dir=tmp_path / "run")))
     assert summary.eval_after["accuracy, greedy"] > 0.6

@@ -68,6 +68,7 @@ class Adapter(Protocol):
     """A model with its vision tower, its blocks and its head laid open."""
 
     model: Any
+    """Of transformers."""
     blocks: nn.ModuleList
     text_config: Any
 

@@ -21,14 +21,23 @@ class MosaicControllerConfig(ControllerConfig):
     """Mosaics to train on, each with one question of every kind."""
     held_out_mosaics: int = 16
     """Mosaics of other handwriting to look at while training."""
+    choose_mosaics: int = 96
+    """Mosaics of that handwriting on which `groupwise eval` chooses its baselines; those to look at are among them."""
+    test_mosaics: int = 64
+    """Mosaics of the test handwriting on which `groupwise eval` judges."""
     question_seed: int = 0
     """Decides which mosaics are drawn and what is asked."""
+    estimator: str = "own"
+    """What answers are estimated to take: `own` profiles this machine once, in under a minute, and keeps it; or a JSON
+    file of `groupwise profile`, for ranks on several machines; or `counted` for proportions without milliseconds."""
+    estimator_anyway: bool = False
+    """Take the file also if it was fitted on another machine."""
     answers: Path | None = None
     """File of remembered answers that later runs and other ranks share; None remembers within a run only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("mosaics", "held_out_mosaics"):
+        for name in ("mosaics", "held_out_mosaics", "choose_mosaics", "test_mosaics"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def task(self, device: torch.device) -> Task:

@@ -6,24 +6,25 @@ other to look at it meanwhile and to choose baselines. The test split is left fo
 """
 
 import hashlib
+from collections.abc import Sequence
 from enum import StrEnum
 
 import numpy as np
 import torch
 
-from groupwise.workloads.controller.adapter import LlavaAdapter
+from groupwise.workloads.controller.adapter import Sample
 from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.estimates import CountedWork
+from groupwise.workloads.controller.chosen_estimator import chosen_estimator
 from groupwise.workloads.controller.executor import Executor
+from groupwise.workloads.controller.loading import EMBEDDED, load_model
 from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
-from groupwise.workloads.controller.mosaic.crops import Tier, image_tokens
+from groupwise.workloads.controller.mosaic.crops import Tier, cut, image_tokens
 from groupwise.workloads.controller.mosaic.digits import PLAIN_JITTER, Handwriting, Split, load_handwriting
-from groupwise.workloads.controller.mosaic.model import ASSET, load_mosaic
 from groupwise.workloads.controller.mosaic.questions import KINDS, ask
+from groupwise.workloads.controller.mosaic.remembered import fingerprint, load_remembered
 from groupwise.workloads.controller.mosaic.scene import draw_mosaics
-from groupwise.workloads.controller.mosaic.steer import mosaic_options, mosaic_sample
 from groupwise.workloads.controller.mosaic.words import decode
-from groupwise.workloads.controller.task import Question, Task
+from groupwise.workloads.controller.task import Question, Source, Task
 
 
 class Part(StrEnum):
@@ -43,41 +44,50 @@ def handwriting_of(part: Part) -> Handwriting:
 
 
 def mosaic_questions(part: Part, mosaics: int, *, seed: int = 0) -> list[Question]:
-    """Draw mosaics and ask one question of every kind about each; the same ones for the same arguments."""
-    rng = np.random.default_rng([seed, list(Part).index(part)])
-    drawn = draw_mosaics(handwriting_of(part), mosaics, PLAIN_JITTER, rng)
-    asked = ask(np.repeat(drawn.labels, len(KINDS), axis=0), np.tile(np.arange(len(KINDS)), mosaics), rng)
+    """Draw mosaics and ask one question of every kind about each; the first ones of many are those of few."""
+    handwriting = handwriting_of(part)
+    return [question for number in range(mosaics) for question in _about_one(part, number, handwriting, seed)]
+
+
+def _about_one(part: Part, number: int, handwriting: Handwriting, seed: int) -> list[Question]:
+    rng = np.random.default_rng([seed, list(Part).index(part), number])
+    drawn = draw_mosaics(handwriting, 1, PLAIN_JITTER, rng)
+    asked = ask(np.repeat(drawn.labels, len(KINDS), axis=0), np.arange(len(KINDS)), rng)
+    crops = {tier.value: cut(drawn.pixels, tier)[0] for tier in Tier}
     questions = []
-    for nth, (tokens, length, answer) in enumerate(zip(asked.tokens, asked.lengths, asked.answers, strict=True)):
-        words, mosaic = tokens[:length].tolist(), nth // len(KINDS)
+    for kind, tokens, length, answer in zip(KINDS, asked.tokens, asked.lengths, asked.answers, strict=True):
+        words = tokens[:length].tolist()
         questions.append(
             Question(
-                sample=mosaic_sample(drawn.pixels[mosaic], words),
+                sample=Sample(_name(part, seed, number, drawn.labels, words), crops, tuple(words)),
                 text=decode(words),
                 answers=(decode([int(answer)]),),
                 prompt_tokens={tier.value: image_tokens(tier) + len(words) for tier in Tier},
-                image=f"{part} mosaic {mosaic}",
+                image=f"{part} mosaic {number}",
+                kind=kind.value,
             )
         )
     return questions
 
 
+def _name(part: Part, seed: int, number: int, labels: np.ndarray, words: Sequence[int]) -> str:
+    """By what was drawn, not by the pixels: their last bits depend on the machine, and answers would not be found."""
+    content = f"{part} {seed} {number} {labels.ravel().tolist()} {list(words)}"
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
 def mosaic_task(config: MosaicControllerConfig, device: torch.device) -> Task:
-    """Return the embedded model with questions to train on and to look at."""
-    options = mosaic_options()
+    """Return the embedded model with questions to train on, to look at, and to judge by in the end."""
+    loaded, seed = load_model(EMBEDDED, device=device), config.question_seed
+    shipped = load_remembered(loaded.options)
     return Task(
-        executor=Executor(LlavaAdapter(load_mosaic().to(device)), options),
-        answers=Answers(f"mosaic {_fingerprint()}, one token", config.answers),
-        estimator=CountedWork(options),
-        questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=config.question_seed),
-        held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=config.question_seed),
+        executor=Executor(loaded.adapter, loaded.options),
+        answers=Answers(f"mosaic {fingerprint()}, one token", config.answers, shipped=shipped),
+        estimator=chosen_estimator(config.estimator, loaded, new_tokens=1, anyway=config.estimator_anyway),
+        questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=seed),
+        held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=seed),
         spell=lambda tokens: decode(list(tokens)),
+        source=Source(EMBEDDED, loaded.identity),
+        choose=lambda: mosaic_questions(Part.CHOOSE, config.choose_mosaics, seed=seed),
+        test=lambda: mosaic_questions(Part.TEST, config.test_mosaics, seed=seed),
     )
-
-
-def _fingerprint() -> str:
-    """Tell one trained model from the next, so that answers of an older one are never taken for its own."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in ("model.safetensors", "importance.json"):
-        digest.update((ASSET / name).read_bytes())
-    return digest.hexdigest()

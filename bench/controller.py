@@ -1,0 +1,183 @@
+"""Train the controller on several seeds and with several losses, evaluate each, and print what is reached.
+
+    clipped   group-relative advantages and the clipped surrogate, as the recipe has it
+    ranking   pairwise ranking inside a group
+    exact     gradient of the exact expected reward over all configurations: the upper reference, nothing is sampled
+
+All three take the same steps over as many conditions, with the recipe's learning rate; the exact one without warm-up
+and entropy bonus. Accuracy is of all test questions;
+the clipped runs are also timed and leave their evaluation in the run folder.
+
+python bench/controller.py --steps 200 --folder runs/bench-controller
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+import groupwise as gw
+from groupwise.recipes import load_recipe
+from groupwise.train.folder import RunFolder
+from groupwise.train.run import Setup, evaluate, set_up
+from groupwise.workloads.controller.exact import all_rewards
+from groupwise.workloads.controller.validate.exam import Exam, make_exam
+from groupwise.workloads.controller.validate.methods import controlled, kind_oracle, lookup, oracle
+from groupwise.workloads.controller.validate.statistics import gap_closed
+from groupwise.workloads.controller.workload import ControllerWorkload
+
+LOSSES = ("clipped", "ranking", "exact")
+_CONSOLE = Console(soft_wrap=True, highlight=False)
+
+
+def main(folder: Path = Path("runs/bench-controller"), steps: int = 200, seeds: int = 3, timed: bool = True) -> None:
+    """Print a line a run and a summary a loss.
+
+    Args:
+        folder: Where the runs are kept; an older bench there is deleted.
+        steps: Of each run.
+        seeds: Runs of each loss.
+        timed: Measure latency of the clipped runs too.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    judge: Callable[[ControllerWorkload], dict[str, float]] | None = None
+    found: dict[str, list[dict[str, Any]]] = {loss: [] for loss in LOSSES}
+    for seed in range(seeds):
+        for loss in LOSSES:
+            config = _config(folder / f"{loss}-{seed}", loss, steps, seed)
+            workload = _trained_exactly(config) if loss == "exact" else _trained(config)
+            judge = judge or _judge(workload)
+            figures: dict[str, Any] = judge(workload)
+            if timed and loss == "clipped":
+                figures |= _timed(config)
+            found[loss].append(figures)
+            _CONSOLE.print(f"{loss}, seed {seed}: {_line(figures)}")
+    _summary(found)
+
+
+def _config(run_dir: Path, loss: str, steps: int, seed: int) -> gw.Config:
+    config = load_recipe("controller")
+    kind = config.loss.kind if loss == "exact" else loss
+    return replace(
+        config,
+        workload=replace(config.workload, policy_seed=seed),
+        steps=steps,
+        seed=seed,
+        loss=replace(config.loss, kind=kind),
+        run=replace(config.run, run_dir=run_dir),
+    )
+
+
+def _trained(config: gw.Config) -> ControllerWorkload:
+    gw.train(config)
+    setup = _restored(config)
+    assert isinstance(setup.workload, ControllerWorkload)
+    return setup.workload
+
+
+def _restored(config: gw.Config) -> Setup:
+    from groupwise.train.checkpoint import newest_good, restore
+
+    setup = set_up(config)
+    assert config.run.run_dir is not None
+    path = newest_good(RunFolder(config.run.run_dir).checkpoints, _CONSOLE.print)
+    assert path is not None
+    restore(path, setup.state)
+    return setup
+
+
+def _trained_exactly(config: gw.Config) -> ControllerWorkload:
+    """The same steps on the gradient of what the policy earns in expectation."""
+    workload = set_up(config).workload
+    assert isinstance(workload, ControllerWorkload)
+    training = workload.training
+    rewards = all_rewards(workload, training, torch.arange(len(training)), config.reward.weights)
+    optimiser = torch.optim.AdamW(workload.policy.parameters(), lr=config.optimiser.learning_rate)
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimiser, lambda step: (1 + math.cos(math.pi * step / config.steps)) / 2
+    )
+    source = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.steps):
+        rows = torch.randperm(len(training), generator=source)[: config.conditions_per_step]
+        logp = workload.controller.path_logp(training, rows)
+        earned = (logp.exp() * rewards[rows].to(logp)).flatten(1).sum(1).mean()
+        optimiser.zero_grad()
+        (-earned).backward()
+        torch.nn.utils.clip_grad_norm_(workload.policy.parameters(), config.optimiser.max_grad_norm or math.inf)
+        optimiser.step()
+        schedule.step()
+    return workload
+
+
+def _judge(workload: ControllerWorkload) -> Callable[[ControllerWorkload], dict[str, float]]:
+    """Accuracy on the test questions, between what was chosen and what can be known; made once for all runs."""
+    task = workload.task
+    assert task.choose is not None
+    assert task.test is not None
+    choose, exam = make_exam(workload, task.choose()), make_exam(workload, task.test())
+    floor, kind, sample = (
+        float(exam.score(choices).nanmean())
+        for choices in (lookup(choose, exam), kind_oracle(choose, exam), oracle(exam))
+    )
+    _CONSOLE.print(f"lookup table {floor:.4f}, kind oracle {kind:.4f}, per-sample oracle {sample:.4f} on {_size(exam)}")
+
+    def judge(trained: ControllerWorkload) -> dict[str, float]:
+        reached = float(exam.score(controlled(trained.controller, exam)).nanmean())
+        return {
+            "accuracy": reached,
+            "gap_closed": _or_nan(gap_closed(floor, reached, kind)),
+            "gap_closed_per_sample": _or_nan(gap_closed(floor, reached, sample)),
+        }
+
+    return judge
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _size(exam: Exam) -> str:
+    return f"{len(exam.questions)} test questions x {exam.budget_ms.shape[1]} budgets"
+
+
+def _timed(config: gw.Config) -> dict[str, Any]:
+    assert config.run.run_dir is not None
+    evaluated = evaluate(config, RunFolder(config.run.run_dir), _CONSOLE.print)
+    assert evaluated.report is not None
+    figures = evaluated.report.figures
+    return {
+        "violation_rate": figures["violations"]["controller"]["rate"],
+        "controller_share": figures["controller_time"]["share_of_answer"],
+    }
+
+
+def _line(figures: dict[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+
+
+def _summary(found: dict[str, list[dict[str, Any]]]) -> None:
+    table = Table(title="Mean over seeds (lowest to highest)", title_justify="left")
+    names = list(dict.fromkeys(name for runs in found.values() for name in runs[0]))
+    for name in ("loss", *(name.replace("_", " ") for name in names)):
+        table.add_column(name)
+    for loss, runs in found.items():
+        cells = []
+        for name in names:
+            values = [run[name] for run in runs if name in run]
+            cells.append(f"{statistics.mean(values):.4f} ({min(values):.4f} to {max(values):.4f})" if values else "")
+        table.add_row(loss, *cells)
+    _CONSOLE.print(table)
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

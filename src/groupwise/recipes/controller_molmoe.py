@@ -1,0 +1,26 @@
+"""The controller on a LLaVA model with OLMoE experts, as MolmoE-1B is built, and VQA from disk; for 8 accelerators.
+
+torchrun --nproc-per-node 8 -m groupwise train controller-molmoe --workload.model FOLDER --workload.questions FILE ...
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
+from groupwise.train.config import Config, OptimiserConfig
+from groupwise.workloads.controller.vqa.control import VqaControllerConfig
+
+
+def recipe() -> Config:
+    return Config(
+        VqaControllerConfig(accuracy="vqa", answers=Path("runs/controller-molmoe-answers.db")),
+        steps=500,
+        conditions_per_step=64,
+        group_size=8,
+        rows_per_pass=64,  # 64 conditions x 8 members = 8 ranks x 1 pass: everything of a rank in one batch
+        reward=RewardConfig(weights={"cost": 0.0}),
+        advantage=AdvantageConfig(kind="centred"),
+        loss=LossConfig(entropy=0.01),
+        optimiser=OptimiserConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=5),
+    )

@@ -1,0 +1,98 @@
+"""From a trained controller to everything it should be judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from groupwise.workloads.controller.decisions import Controller
+from groupwise.workloads.controller.validate import methods
+from groupwise.workloads.controller.validate.clocked import Clock, sample_of
+from groupwise.workloads.controller.validate.exam import Exam, make_exam
+from groupwise.workloads.controller.validate.figures import (
+    Found,
+    by_budget,
+    estimate_errors,
+    overall,
+    own_time,
+    singles,
+)
+from groupwise.workloads.controller.validate.imitation import imitate
+from groupwise.workloads.controller.validate.methods import Choices
+from groupwise.workloads.controller.validate.picture import draw
+from groupwise.workloads.controller.validate.tables import tables
+from groupwise.workloads.controller.workload import ControllerWorkload
+from groupwise.workloads.report import Report
+
+PICTURE = "eval.png"
+
+
+def validate(workload: ControllerWorkload) -> Report:
+    """Choose on the questions to choose on, judge on the test questions, time a sample of the answers."""
+    task, config = workload.task, workload.config.eval
+    assert task.test is not None, "a task without test questions has no final evaluation"
+    choose = make_exam(workload, task.choose() if task.choose else task.held_out)
+    exam = make_exam(workload, task.test())
+    servers = controllers(workload)
+    chosen = choices(servers, choose, exam, rows_per_pass=workload.config.eval_rows_per_pass)
+    clock = Clock(task, exam, servers)
+    wanted = max(config.timed_answers, config.timed_answers_of_others)
+    found = Found(exam, chosen, clock, tuple(servers), sample_of(exam, wanted), config)
+    repeated = _questions_of_singles(found)
+    _time(found, repeated)
+    figures = {
+        **overall(found),
+        "choose_questions": len(choose.questions),
+        "budgets": by_budget(found),
+        "controller_time": own_time(found),
+        "estimate": estimate_errors(found),
+        "singles": singles(found, repeated),
+    }
+    return Report(figures, tables(figures), {PICTURE: partial(draw, figures)})
+
+
+def controllers(workload: ControllerWorkload) -> dict[str, Controller]:
+    """The trained one, and the one that imitates the oracle."""
+    found, steps = {"controller": workload.controller}, workload.config.eval.imitation_steps
+    if steps:
+        training = make_exam(workload, workload.task.questions)
+        found["imitation"] = imitate(workload, training, steps=steps, seed=workload.config.policy_seed)
+    return found
+
+
+def choices(
+    servers: Mapping[str, Controller], choose: Exam, exam: Exam, *, rows_per_pass: int = 64
+) -> dict[str, Choices]:
+    """What every method takes for every question and budget of the exam."""
+    return {
+        **{name: methods.controlled(server, exam, rows_per_pass) for name, server in servers.items()},
+        "lookup": methods.lookup(choose, exam),
+        "kind_oracle": methods.kind_oracle(choose, exam),
+        "oracle": methods.oracle(exam),
+        "random": methods.random_choice(exam),
+        "dearest": methods.dearest(exam),
+        "cheapest": methods.cheapest(exam),
+    }
+
+
+def _questions_of_singles(found: Found) -> dict[int, Sequence[int]]:
+    """For every single configuration some of the timed questions, in turn."""
+    timed, runs = found.sample, min(found.config.runs_of_singles, len(found.sample))
+    return {
+        number: [timed[(nth * runs + run) % len(timed)] for run in range(runs)]
+        for nth, number in enumerate(found.clock.distinct_configurations)
+    }
+
+
+def _time(found: Found, questions_of_singles: Mapping[int, Sequence[int]]) -> None:
+    """Everything in one go. What the controller chose is timed with given knobs too, to see what choosing adds."""
+    budgets = range(found.exam.budget_ms.shape[1])
+    for name, chosen in found.chosen.items():
+        if name in found.served:
+            found.clock.ask_served(name, ((question, budget) for question in found.timed(name) for budget in budgets))
+        if name == "controller" or name not in found.served:
+            most = found.config.timed_answers_of_others if name == "controller" else None
+            asked = found.timed(name)[:most]
+            found.clock.ask_with((question, int(chosen[question, budget])) for question in asked for budget in budgets)
+    found.clock.ask_with((question, number) for number, each in questions_of_singles.items() for question in each)
+    found.clock.run()

@@ -1,0 +1,138 @@
+"""The evaluation's tables for the screen, made from its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from groupwise.workloads.controller.validate.statistics import is_noise
+from groupwise.workloads.report import ReportTable
+
+METHODS = ("cheapest", "random", "dearest", "lookup", "imitation", "controller", "kind_oracle", "oracle")
+"""From floor to ceiling, as they are shown."""
+NAMES = {
+    "cheapest": "cheapest",
+    "random": "random",
+    "dearest": "dearest",
+    "lookup": "lookup table",
+    "imitation": "imitation",
+    "controller": "controller",
+    "kind_oracle": "kind oracle",
+    "oracle": "sample oracle",
+}
+Figures = Mapping[str, Any]
+
+
+def tables(figures: Figures) -> list[ReportTable]:
+    return [_accuracy(figures), _latency(figures), _knobs(figures), _stages(figures), _headline(figures)]
+
+
+def _shown(figures: Figures) -> list[str]:
+    return [name for name in METHODS if name in figures["mean_accuracy"]]
+
+
+def _accuracy(figures: Figures) -> ReportTable:
+    budgets = figures["budgets"]
+    rows = [
+        [
+            NAMES[name],
+            *(f"{entry[name]['accuracy']:.1%}" for entry in budgets),
+            f"{figures['mean_accuracy'][name]:.1%}",
+            f"{figures['violations'][name]['rate']:.1%}",
+        ]
+        for name in _shown(figures)
+    ]
+    return ReportTable(
+        "Accuracy under a budget (ms)",
+        ["method", *(f"{entry['budget_ms']:.1f}" for entry in budgets), "mean", "too slow"],
+        rows,
+        f"{figures['test_questions']} test questions; lookup table and kind oracle chosen on"
+        f" {figures['choose_questions']} others. Too slow: measured over budget by more than"
+        f" {figures['tolerance']:.0%}; the controller's own time is part of it.",
+    )
+
+
+def _latency(figures: Figures) -> ReportTable:
+    shown = ("lookup", "controller")
+    rows = []
+    for entry in figures["budgets"]:
+        cells = [[f"{entry[name]['p50_ms']:.1f}", f"{entry[name]['p95_ms']:.1f}", _late(entry[name])] for name in shown]
+        rows.append([f"{entry['budget_ms']:.1f}", *cells[0], *cells[1]])
+    return ReportTable(
+        "Measured milliseconds of one answer, and how many were too slow (95 % interval)",
+        ["budget", *(what for name in shown for what in (f"{name}\np50", "\np95", "\ntoo slow"))],
+        rows,
+        f"{figures['timed_questions_per_budget']['controller']} answers a budget and method, one request at a time,"
+        " those of all methods and budgets in mixed order.",
+    )
+
+
+def _knobs(figures: Figures) -> ReportTable:
+    """How often each option was chosen: all of one knob in one cell."""
+    entries = [entry["controller"]["knobs"] for entry in figures["budgets"]]
+    knobs = list(entries[0])
+    rows = [
+        [f"{entry['budget_ms']:.1f}", *(_histogram(shares[knob], knob) for knob in knobs)]
+        for entry, shares in zip(figures["budgets"], entries, strict=True)
+    ]
+    return ReportTable(
+        "What the controller chose (per cent of questions)",
+        ["budget", *(knob.replace("_", " ") for knob in knobs)],
+        rows,
+    )
+
+
+def _histogram(shares: Mapping[str, float], knob: str) -> str:
+    options = list(shares) if knob == "tier" else sorted(shares, key=int)
+    return "  ".join(f"{option}:{100 * shares[option]:.0f}" for option in options if shares[option] >= 0.005)
+
+
+def _stages(figures: Figures) -> ReportTable:
+    """Estimated beside measured, for the controller's answers."""
+    found, given = figures["estimate"]["controlled"], figures["estimate"]["given_knobs"]
+    rows = [
+        [stage, f"{each['measured_p50_ms']:.2f}", f"{each['estimated_p50_ms']:.2f}"]
+        for stage, each in found["stages"].items()
+    ]
+    rows.append(["whole answer", f"{found['measured_p50_ms']:.2f}", f"{found['estimated_p50_ms']:.2f}"])
+    return ReportTable(
+        "The controller's answers by stage (p50, ms)",
+        ["stage", "measured", "estimated"],
+        rows,
+        f"Error of the estimate: median {found['median_error']:+.1%}, of its size {found['median_absolute_error']:.1%};"
+        f" {found['above_high_quantile']:.1%} above the {found['quantile']:.0%} quantile. With given knobs: median"
+        f" {given['median_error']:+.1%}, of its size {given['median_absolute_error']:.1%},"
+        f" {given['above_high_quantile']:.1%} above.",
+    )
+
+
+def _headline(figures: Figures) -> ReportTable:
+    own, late = figures["controller_time"], figures["violations"]["controller"]
+    rows = [
+        ["gap from lookup table to kind oracle closed", _gap(figures, "gap_closed")],
+        ["gap to the per-sample oracle closed", _gap(figures, "gap_closed_per_sample")],
+        [f"answers over budget by more than {figures['tolerance']:.0%}", _share(late)],
+        ["controller's own time, p50", f"{own['p50_ms']:.2f} ms, {own['share_of_answer']:.1%} of the answers'"],
+        ["what being controlled adds, p50", f"{own['added_p50_ms']:+.2f} ms"],
+    ]
+    return ReportTable("Headline", ["", "test"], rows)
+
+
+def _gap(figures: Figures, key: str) -> str:
+    if figures[key] is None:
+        return "no gap"
+    interval = figures[f"{key}_interval"]
+    noise = ": less than its noise" if is_noise(interval) else ""
+    return f"{figures[key]:.0%}" + (f" ({interval[0]:.0%} to {interval[1]:.0%})" if interval else "") + noise
+
+
+def _share(counted: Mapping[str, Any]) -> str:
+    return _interval(counted["rate"], counted["interval"])
+
+
+def _late(entry: Mapping[str, Any]) -> str:
+    return _interval(entry["violation_rate"], entry["violation_interval"])
+
+
+def _interval(rate: float, bounds: Sequence[float]) -> str:
+    return f"{rate:.1%} ({100 * bounds[0]:.0f}-{100 * bounds[1]:.0f})"

@@ -1,0 +1,283 @@
+"""A trained controller in use: what was learned is what is chosen, nothing more runs than was chosen, bad budgets and
+other models are refused."""
+
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.core.errors import UserError
+from groupwise.meter.machine import current_machine
+from groupwise.meter.parts import find_parts
+from groupwise.workloads.controller.asking import question_about
+from groupwise.workloads.controller.conditions import make_conditions
+from groupwise.workloads.controller.config import BudgetConfig
+from groupwise.workloads.controller.decisions import greedy, knobs_of
+from groupwise.workloads.controller.executor import Request
+from groupwise.workloads.controller.knob_estimator import KnobEstimator
+from groupwise.workloads.controller.loading import load_model
+from groupwise.workloads.controller.mosaic.task import Part, mosaic_questions
+from groupwise.workloads.controller.policy import Policy
+from groupwise.workloads.controller.vqa.control import VqaControllerConfig
+from workloads.controller.priced import priced
+from workloads.controller.tiny_folders import llava, save_llava
+from workloads.controller.tiny_vqa import file_name, write_vqa
+
+CPU = torch.device("cpu")
+BUDGETS_MS = (4.2, 5.0, 6.0, 7.0, 9.0, 30.0)
+
+
+def recipe(folder: Path) -> gw.Config:
+    """Small steps: the weights of its end are another's than the averaged ones, no more."""
+    task = VqaControllerConfig(
+        model=str(folder / "model"),
+        images=folder / "data" / "images",
+        questions=folder / "data" / "questions.json",
+        annotations=folder / "data" / "annotations.json",
+        dtype="float32",
+        accuracy="vqa",
+        held_out_share=0.3,
+        estimator="counted",
+        max_new_tokens=3,
+        prompt="{question} word9",
+        budget=BudgetConfig(values=(0.6, 0.8, 1.2)),
+    )
+    return gw.Config(
+        task,
+        steps=3,
+        conditions_per_step=4,
+        rows_per_pass=32,
+        reward=gw.RewardConfig(weights={"cost": -20.0}),
+        optimiser=gw.OptimiserConfig(learning_rate=1e-3, ema_decay=0.5),
+        run=gw.RunConfig(run_dir=folder / "run", preflight=False),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("controlled")
+    save_llava(made / "model")
+    write_vqa(made / "data", 12)
+    gw.train(recipe(made))
+    return made
+
+
+@pytest.fixture(scope="module")
+def adaptive(folder):
+    return gw.AdaptiveModel.load(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def lively(adaptive):
+    """Choices that differ with everything it sees: random weights, those of the stages three times as large."""
+    policy = Policy(adaptive.settings.width, adaptive.settings.options, seed=2)
+    for name, weight in policy.state_dict().items():
+        weight.mul_(3 if name.startswith("stage") else 1)
+    return gw.AdaptiveModel(adaptive.loaded, adaptive.settings, policy)
+
+
+def image(folder, number=100):
+    return folder / "data" / "images" / file_name(number)
+
+
+def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively):
+    """As the workload decides, which reads every latency token of every tier."""
+    workload = recipe(folder).workload.build(CPU)
+    workload.policy.load_state_dict(lively.policy.state_dict())
+    question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    chosen = []
+    for budget_ms in BUDGETS_MS:
+        reply = lively.generate(image(folder), "what is this", budget_ms=budget_ms)
+        alone = BudgetConfig(values=(budget_ms,), unit="ms")
+        conditions = make_conditions([question], workload.task.estimator, workload.options, alone)
+        decided = workload.controller.decide(conditions, torch.tensor([0]), greedy)
+        assert [reply.knobs] == knobs_of(workload.options, decided.choices)
+        assert reply.fits
+        assert reply.expected.high_ms <= budget_ms
+        assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
+        (cold,), _ = workload.task.executor.answer([Request(question.sample, reply.knobs)], max_new_tokens=3)
+        assert reply.answer == workload.task.spell(cold.tokens)
+        assert reply.measured.decode_steps == 2
+        assert reply.measured.total_ms == pytest.approx(sum(reply.measured.stages_ms.values()))
+        chosen.append(reply.knobs)
+    assert len(set(chosen)) > 3
+
+
+def test_a_run_gives_its_newest_averaged_weights(folder, adaptive):
+    checkpoint = folder / "run" / "checkpoints" / "step-000003"
+    averaged, last = (load_file(checkpoint / f"{name}.safetensors") for name in ("ema", "policy"))
+    assert_close(dict(adaptive.policy.state_dict()), averaged, rtol=0, atol=0)
+    assert not torch.equal(last["stage_one.join.weight"], averaged["stage_one.join.weight"])
+
+
+def test_nothing_runs_that_was_not_chosen(folder, lively):
+    parts = find_parts(lively.loaded.model)
+    calls, crops = Counter(), []
+    hooks = [block.register_forward_hook(lambda block, *_: calls.update([block])) for block in parts.blocks]
+    tower = lively.loaded.model.model.vision_tower.embeddings
+    hooks.append(tower.register_forward_pre_hook(lambda _, given: crops.append(len(given[0]))))
+    for budget_ms in BUDGETS_MS:
+        calls.clear()
+        crops.clear()
+        reply = lively.generate(image(folder), "where is this", budget_ms)
+        path = lively.settings.options.path(reply.knobs)
+        assert [calls[block] for block in parts.blocks] == [3 * (k > 0) for k in path]  # the prompt, and two steps
+        assert crops == [1 + lively.settings.options.crops[reply.knobs.tier]]
+    for hook in hooks:
+        hook.remove()
+
+
+def test_together_they_are_what_they_are_alone(folder, lively):
+    """Pictures, questions and budgets in any mix; the same question under two budgets among them."""
+    mix = [
+        (image(folder, 100 + nth % 3), f"what is word{nth % 4}", BUDGETS_MS[nth % len(BUDGETS_MS)]) for nth in range(18)
+    ]
+    alone = [lively.generate(*each) for each in mix]
+    together = lively.generate_batch(mix)
+    assert [(each.knobs, each.answer, each.expected) for each in together] == [
+        (each.knobs, each.answer, each.expected) for each in alone
+    ]
+    assert len({each.knobs.insertion_position for each in together}) > 1
+    assert {each.together for each in together} == {18}
+    assert lively.generate_batch([]) == []
+
+
+def test_saved_and_loaded_it_is_the_same(folder, adaptive, tmp_path):
+    adaptive.save_pretrained(tmp_path / "saved")
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.safetensors"]
+    again = gw.AdaptiveModel.from_pretrained(tmp_path / "saved")
+    for budget_ms in BUDGETS_MS:
+        one, two = (each.generate(image(folder), "what is this", budget_ms) for each in (adaptive, again))
+        assert (one.knobs, one.answer, one.expected) == (two.knobs, two.answer, two.expected)
+    again.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
+
+
+def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adaptive, tmp_path):
+    loaded = adaptive.loaded
+    fitted = priced(loaded.model)
+    for name, machine in (("here", fitted.machine), ("elsewhere", replace(current_machine(), cpu="another"))):
+        estimator = KnobEstimator(replace(fitted, machine=machine), loaded.options, new_tokens=3)
+        own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
+        own.save_pretrained(tmp_path / name)
+    here = gw.AdaptiveModel.from_pretrained(tmp_path / "here", model=load_model(folder / "model"))
+    reply = here.generate(image(folder), "what", 60)
+    lengths = question_about(image(folder), "what", loaded, prompt="{question} word9").prompt_tokens
+    assert [reply.expected] == KnobEstimator(fitted, loaded.options, new_tokens=3).estimate(lengths, [reply.knobs])
+    with pytest.raises(UserError, match=r"estimator.json was fitted for cpu another, not"):
+        gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere")
+    gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", estimator_anyway=True)
+
+
+def test_a_controller_of_another_model_is_refused(folder, adaptive, tmp_path):
+    adaptive.save_pretrained(tmp_path / "saved")
+    other = llava()
+    with torch.no_grad():
+        other.lm_head.weight[3, 5] += 1e-3
+    shutil.copytree(folder / "model", tmp_path / "other")
+    other.save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match=r"trained for another model than .*other'.* the same shape but other weights"):
+        gw.AdaptiveModel.from_pretrained(tmp_path / "saved", model=tmp_path / "other")
+    with pytest.raises(UserError, match=r"another model than 'mosaic': width 32, not 64, blocks 8, not 16"):
+        gw.AdaptiveModel.load(folder / "run", model="mosaic")
+    weights = folder / "model" / "model.safetensors"
+    before = weights.read_bytes()
+    try:
+        shutil.copy(tmp_path / "other" / "model.safetensors", weights)
+        resumed = replace(recipe(folder), steps=4)
+        with pytest.raises(UserError, match=r"was made with another config.json: identity was \w+ and is now \w+"):
+            gw.train(replace(resumed, run=replace(resumed.run, resume=True)))
+    finally:
+        weights.write_bytes(before)
+
+
+def test_what_is_no_controller_is_told(folder, adaptive, tmp_path):
+    with pytest.raises(UserError, match=r"nowhere holds no checkpoint"):
+        gw.AdaptiveModel.load(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"holds no config.json, so no controller"):
+        gw.AdaptiveModel.from_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"is not of a controller"):
+        gw.AdaptiveModel.from_pretrained(folder / "model")
+    adaptive.save_pretrained(tmp_path / "cut")
+    weights = tmp_path / "cut" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+        gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
+    config = json.loads((tmp_path / "cut" / "config.json").read_text())
+    config["estimator"] = {"kind": "own"}
+    (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="estimator of your own, which is not saved"):
+        gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
+
+
+@pytest.mark.parametrize(
+    ("budget_ms", "told"),
+    [
+        (3.0, r"The budget 3 ms is below the cheapest configuration, which is estimated at .* with best_effort=True"),
+        (0.02, r"It looks like seconds: 0.02 s are 20 ms"),
+        (0, "budget_ms is 0: it must be a finite number above 0, in milliseconds"),
+        (-4, "budget_ms is -4"),
+    ],
+)
+def test_a_budget_that_cannot_be_kept_is_refused_or_met_as_well_as_can_be(folder, adaptive, budget_ms, told):
+    with pytest.raises(UserError, match=told):
+        adaptive.generate_batch([(image(folder), "what", 9), (image(folder), "what", budget_ms)])
+    good, poor = adaptive.generate_batch(
+        [(image(folder), "what", 9), (image(folder), "what", budget_ms)], best_effort=True
+    )
+    assert (good.fits, poor.fits, poor.budget_ms) == (True, False, budget_ms)
+    assert poor.knobs == adaptive.settings.options.cheapest
+
+
+def test_what_is_no_budget_is_refused_whatever_the_effort(folder, adaptive):
+    for nothing in (float("nan"), float("inf"), "40", None, True):
+        with pytest.raises(UserError, match="budget_ms is"):
+            adaptive.generate(image(folder), "what", nothing, best_effort=True)
+    with pytest.raises(UserError, match=r"must be a tuple \(image, question, budget_ms\)"):
+        adaptive.generate_batch([(image(folder), "what")])
+    with pytest.raises(UserError, match="The question is ' '"):
+        adaptive.generate(image(folder), " ", 9)
+    with pytest.raises(UserError, match="takes a file or a PIL picture"):
+        adaptive.generate(np.zeros((48, 64)), "what", 9)
+
+
+def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
+    loaded = load_model("mosaic")
+    (drawn, *_) = mosaic_questions(Part.TEST, 1)
+    shades = torch.randint(0, 256, (36, 48), dtype=torch.uint8)
+    picture = Image.fromarray(shades.numpy())
+    picture.save(tmp_path / "mosaic.png")
+    given = [
+        picture,
+        picture.convert("RGB"),
+        shades,
+        shades.numpy(),
+        shades / 255,
+        (shades / 255).double(),
+        tmp_path / "mosaic.png",
+    ]
+    names = {question_about(each, "digit b3", loaded).sample.name for each in given}
+    assert len(names) == 1
+    asked = question_about(picture, "digit b3", loaded)
+    assert asked.prompt_tokens == {tier: 9 * len(crops) + 2 for tier, crops in asked.sample.crops.items()}
+    assert set(asked.prompt_tokens) == set(drawn.prompt_tokens)
+    for wrong, told in (
+        (torch.zeros(3, 36, 48), r"of shape \(3, 36, 48\): give height x width"),
+        (torch.full((36, 48), float("nan")), "no finite numbers"),
+        (torch.zeros(35, 48), "35 x 48 pixels cannot be cut"),
+        (tmp_path / "none.png", "There is no image file"),
+    ):
+        with pytest.raises(UserError, match=told):
+            question_about(wrong, "digit b3", loaded)
+    with pytest.raises(UserError, match="mosaic does not know the word 'What'"):
+        question_about(picture, "What is this", loaded)

@@ -1,0 +1,214 @@
+"""A model and a dataset from disk: read as they are, parted by image, and refused with the place named."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import groupwise
+from torch.testing import assert_close
+
+from groupwise.core.errors import UserError
+from groupwise.meter.machine import current_machine
+from groupwise.recipes import load_recipe
+from groupwise.workloads.controller.chosen_estimator import chosen_estimator
+from groupwise.workloads.controller.loading import load_model
+from groupwise.workloads.controller.samples import sample_from
+from groupwise.workloads.controller.vqa.album import Album
+from groupwise.workloads.controller.vqa.control import VqaControllerConfig
+from groupwise.workloads.controller.vqa.dataset import Entry, in_part, read_entries
+from groupwise.workloads.controller.vqa.task import final_questions
+from workloads.controller.priced import priced
+from workloads.controller.tiny_folders import save_llava
+from workloads.controller.tiny_vqa import QUESTIONS_PER_IMAGE, file_name, write, write_lines, write_vqa
+
+CPU = torch.device("cpu")
+IMAGES = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    save_llava(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path):
+    return write_vqa(tmp_path / "data", IMAGES)
+
+
+def config(model, paths, **changed):
+    settings = {"dtype": "float32", "held_out_share": 0.3, "estimator": "counted", "max_new_tokens": 2, **changed}
+    return VqaControllerConfig(model=str(model), accuracy="vqa", **paths, **settings)
+
+
+def test_both_formats_hold_the_same(tmp_path):
+    two = read_entries(*write_vqa(tmp_path / "two", 3).values(), image_name=VqaControllerConfig.image_name)
+    lines = write_lines(tmp_path / "one", 3)
+    one = read_entries(lines["questions"], None, lines["images"], "")
+    assert [(each.question, each.answers, each.image.name) for each in one] == [
+        (each.question, each.answers, each.image.name) for each in two
+    ]
+    assert (two[3].place, two[3].image_id, two[3].image.name) == ("question 101001", "101", file_name(101))
+    assert two[3].answers == ("word1",) * 6 + ("word2",) * 4
+    assert one[3].place == "line 4"
+
+
+@given(st.sets(st.integers(0, 10**6), min_size=1, max_size=60), st.floats(0, 0.5), st.floats(0, 0.4), st.integers(0, 9))
+def test_no_image_is_in_two_parts_and_each_stays_when_others_leave(images, held_out, test, seed):
+    entries = [
+        Entry(f"{image} {nth}", str(image), Path(), "what", ("this",)) for image in sorted(images) for nth in (0, 1)
+    ]
+
+    def parts(some):
+        return {
+            part: [each.place for each in in_part(some, part, held_out=held_out, test=test, seed=seed)]
+            for part in ("train", "choose", "test")
+        }
+
+    found = parts(entries)
+    assert sorted(place for places in found.values() for place in places) == sorted(each.place for each in entries)
+    seen = [{place.split()[0] for place in places} for places in found.values()]
+    assert sum(map(len, seen)) == len(images)
+    fewer = parts(entries[: len(entries) // 2])
+    assert all(set(fewer[part]) <= set(found[part]) for part in found)
+
+
+def test_the_task_asks_what_the_dataset_holds_and_cuts_pictures_when_they_are_seen(model, data):
+    task = config(model, data).task(CPU)
+    loaded = load_model(model)
+    ids = [{each.image for each in part} for part in (task.questions, task.held_out)]
+    others = {each.image for each in final_questions(config(model, data), loaded, 100)}
+    assert sum(len(each) for each in (*ids, others)) == len(set.union(*ids, others)) == IMAGES
+    assert len(task.questions) == QUESTIONS_PER_IMAGE * len(ids[0])
+    asked = task.questions[0]
+    prompt = f"{asked.text}\nAnswer the question using a single word or phrase."
+    seen = sample_from(data["images"] / asked.image, prompt, loaded)
+    assert (asked.sample.before, asked.sample.question) == (seen.before, seen.question)
+    for tier, crops in asked.sample.crops.items():
+        assert_close(crops, seen.crops[tier], rtol=0, atol=0)
+        assert asked.prompt_tokens[tier] == 4 * len(crops) + len(seen.before) + len(seen.question)
+    assert len({each.sample.name for each in task.questions}) == len(task.questions)
+    assert len(config(model, data, train_questions=3).task(CPU).questions) == 3
+
+
+def test_a_sample_is_named_by_the_picture_and_by_how_it_is_seen(model, tmp_path, data):
+    loaded = load_model(model)
+    file = data["images"] / file_name(100)
+    (tmp_path / "copy.jpg").write_bytes(file.read_bytes())
+    coarse = replace(loaded, options=replace(loaded.options, crops={"low": 1, "high": 2}))
+
+    def named(file, loaded):
+        return Album(loaded).question(file, "what", ("this",), prompt="{question}").sample.name
+
+    assert named(file, loaded) == named(tmp_path / "copy.jpg", loaded)
+    assert len({named(file, loaded), named(file, coarse), named(data["images"] / file_name(101), loaded)}) == 3
+
+
+def spoil(data, kind):
+    """Take something away from image 101 or question 102000; damage image 103."""
+    if kind == "image":
+        (data["images"] / file_name(101)).unlink()
+    elif kind == "damaged":
+        (data["images"] / file_name(103)).write_bytes(b"no picture")
+    else:
+        content = json.loads(data["annotations"].read_text())
+        for each in content["annotations"]:
+            if each["question_id"] == 102000:
+                each |= {"answers": [], "multiple_choice_answer": ""}
+        write(data["annotations"], content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "left_out"),
+    [
+        ("image", r"2 of 24 questions cannot be used: question 101000 has no image .*COCO_val2014_000000000101.jpg", 2),
+        ("answers", r"1 of 24 questions cannot be used: question 102000 has no answers", 1),
+        ("damaged", r"question 10300\d.*COCO_val2014_000000000103.jpg cannot be read as an image", 2),
+    ],
+)
+def test_what_is_missing_is_refused_by_name_or_skipped_and_told(model, data, kind, named, left_out):
+    shares = {"held_out_share": 0.6, "test_share": 0.0}
+    whole = config(model, data, **shares).task(CPU)
+    spoil(data, kind)
+    with pytest.raises(UserError, match=named):
+        config(model, data, **shares).task(CPU)
+    task = config(model, data, on_missing="skip", **shares).task(CPU)
+    asked = [len(each.questions) + len(each.held_out) for each in (whole, task)]
+    assert asked == [24, 24 - left_out]
+    assert any(f"{left_out} of 24 questions cannot be used" in note for note in task.notes)
+
+
+def test_bad_files_are_told_with_the_place(model, data, tmp_path):
+    lines = tmp_path / "lines.jsonl"
+    for content, told in (
+        ("{", r"line 1 of .*lines.jsonl is not JSON"),
+        ('\n{"image": "a.jpg"}', r"line 2 of .*lines.jsonl has no 'question'"),
+        ('{"image": "a.jpg", "question": " "}', r"line 1 of .* asks ' '"),
+        ('{"image": "a.jpg", "question": "what", "answers": "yes"}', r"line 1 .*answers a list of texts"),
+        ("", "holds no questions"),
+    ):
+        lines.write_text(content)
+        with pytest.raises(UserError, match=told):
+            config(model, {"questions": lines, "images": data["images"]}).task(CPU)
+    with pytest.raises(UserError, match=r"lines.jsonl holds its own answers"):
+        config(model, data | {"questions": lines}).task(CPU)
+    with pytest.raises(UserError, match=r"workload.annotations is not given"):
+        config(model, {name: data[name] for name in ("questions", "images")}).task(CPU)
+    with pytest.raises(UserError, match=r"is not VQA's questions file"):
+        config(model, data | {"questions": data["annotations"]}).task(CPU)
+    with pytest.raises(UserError, match=r"workload.image_name is '{number}.png', which cannot be filled in"):
+        config(model, data, image_name="{number}.png").task(CPU)
+    with pytest.raises(UserError, match="No image fell to the part 'choose'"):
+        config(model, data, held_out_share=0.0).task(CPU)
+    with pytest.raises(UserError, match=r"held_out_share and test_share is \(0.6, 0.5\)"):
+        config(model, data, held_out_share=0.6, test_share=0.5)
+
+
+def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_path):
+    loaded = load_model(model)
+    asked = config(model, data).task(CPU).questions
+    estimator = priced(loaded.model)
+    estimator.save(tmp_path / "here.json")
+    here = config(model, data, estimator=str(tmp_path / "here.json")).task(CPU)
+    # 1 ms a crop, 0.5 a block and 0.01 a token-expert pair, for the prompt and one more token
+    full, tokens = loaded.options.full, asked[0].prompt_tokens["high"]
+    (found,) = here.estimator.estimate(asked[0].prompt_tokens, [full])
+    assert found.total_ms == pytest.approx(13 + 0.5 * 16 + 0.01 * 32 * (tokens + 1))
+    elsewhere = replace(current_machine(), cpu="another")
+    replace(estimator, machine=elsewhere).save(tmp_path / "elsewhere.json")
+    strange = config(model, data, estimator=str(tmp_path / "elsewhere.json"))
+    with pytest.raises(UserError, match=r"elsewhere.json was fitted for cpu another, not"):
+        strange.task(CPU)
+    told = replace(strange, estimator_anyway=True).task(CPU).notes
+    assert any("fitted for cpu another" in note for note in told)
+    with pytest.raises(UserError, match=r"workload.estimator is empty.* 'counted' for times in proportion"):
+        chosen_estimator("", loaded, new_tokens=1)
+
+
+def test_the_recipe_checks_and_trains_from_the_command_line(model, data, tmp_path):
+    paths = [word for name, path in data.items() for word in (f"--workload.{name}", path)]
+    words = ["controller-molmoe", "--workload.model", model, *paths, "--workload.held-out-share", 0.3]
+    words += ["--workload.estimator", "counted", "--workload.answers", tmp_path / "answers.db"]
+    words += ["--workload.max-new-tokens", 2, "--conditions-per-step", 4, "--rows-per-pass", 16]
+    checked = groupwise("check", *words, "--json")
+    assert checked.returncode == 0, checked.stderr
+    details = [each["detail"] for each in json.loads(checked.stdout)["checks"] if each["name"] == "to know"]
+    assert details[1] == "12 questions about 6 images to train on, 10 about 5 others held out"
+    assert "holds no importance.json" in details[2]
+    trained = groupwise("train", *words, "--steps", 2, "--run-dir", tmp_path / "run", "--no-preflight", "--json")
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(trained.stdout)["steps"] == 2
+    assert (tmp_path / "answers.db").stat().st_size > 0
+
+
+def test_the_recipe_fills_eight_ranks_and_says_what_it_needs():
+    recipe = load_recipe("controller-molmoe")
+    shape = recipe.shape(conditions=1000, ranks=8)
+    assert shape.passes == 1
+    with pytest.raises(UserError, match=r"workload.model is not given.*--workload.model FOLDER_OR_NAME"):
+        recipe.workload.build(CPU)

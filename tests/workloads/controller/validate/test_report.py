@@ -1,0 +1,156 @@
+"""The whole evaluation on a tiny model: what is served is what was decided, and eval.json holds what it promises."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import groupwise as gw
+from groupwise.cli.main import main
+from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
+from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
+from groupwise.workloads.controller.executor import Request
+from groupwise.workloads.controller.serve import Allowance, Server
+from groupwise.workloads.controller.validate.exam import make_exam
+from groupwise.workloads.controller.validate.imitation import imitate, labels
+from groupwise.workloads.controller.validate.methods import controlled
+from workloads.controller.small import EXECUTOR, SmallConfig, recipe
+from workloads.controller.tiny import OPTIONS
+
+CPU = torch.device("cpu")
+BUDGETS = (0.6, 0.7, 0.8, 0.9, 1.2)
+METHODS = {"controller", "imitation", "lookup", "kind_oracle", "oracle", "random", "dearest", "cheapest"}
+
+
+def built(**changes):
+    return SmallConfig(budget=BudgetConfig(values=BUDGETS), **changes).build(CPU)
+
+
+@pytest.fixture(scope="module")
+def workload():
+    return built()
+
+
+def test_what_is_served_is_what_was_decided_and_what_the_model_says(workload):
+    conditions = workload.held_out
+    rows = torch.arange(len(conditions))
+    decided = knobs_of(OPTIONS, workload.controller.decide(conditions, rows, greedy).choices)
+    for row, question in zip(rows.tolist(), conditions.question_of(rows), strict=True):
+        promised = conditions.promised_ms(rows[row : row + 1])[0]
+        allowance = Allowance(float(conditions.budget_ms[row]), float(conditions.budget_share[row]), promised)
+        served = Server(workload.controller).serve(question.sample, allowance)
+        assert served.knobs == decided[row]
+        (alone,), _ = EXECUTOR.answer([Request(question.sample, served.knobs)])
+        assert served.tokens == alone.tokens
+        assert min(served.stage_one_ms, served.stage_two_ms) > 0
+
+
+def test_serving_looks_at_one_tier_and_runs_no_block_twice(workload):
+    question, token = workload.held_out.questions[0], workload.controller.features.latency_token
+    whole = EXECUTOR.prefix([(question.sample, "low")], token)
+    part = EXECUTOR.prefix([(question.sample, "low")], token, positions=[2])
+    assert (whole.known.work.block_rows, part.known.work.block_rows) == (3, 2)
+    head = question.sample.name, "low"
+    assert torch.equal(part.latency_tokens[head], whole.latency_tokens[head][:2])
+    seen, run = [], EXECUTOR.blocks.run
+    EXECUTOR.blocks.run = lambda block, rows, *rest: seen.append((block, len(rows))) or run(block, rows, *rest)
+    try:
+        allowance = Allowance(1e9, 1.0, torch.ones(workload.cost.shape))
+        served = Server(workload.controller).serve(question.sample, allowance)
+    finally:
+        del EXECUTOR.blocks.run
+    assert seen == [(block, 1) for block, top_k in enumerate(OPTIONS.path(served.knobs)) if top_k]
+
+
+def test_where_nothing_fits_the_cheapest_is_served(workload):
+    conditions = workload.held_out
+    promised = conditions.promised_ms(torch.tensor([0]))[0]
+    server = Server(workload.controller)
+    served = server.serve(conditions.questions[0].sample, Allowance(0.1, 0.0, promised))
+    assert served.knobs == OPTIONS.cheapest
+
+
+def test_imitation_learns_its_labels(workload):
+    training = make_exam(workload, workload.task.questions)
+    before = [weight.clone() for weight in workload.policy.parameters()]
+    learner = imitate(workload, training, steps=60)
+    assert all(torch.equal(old, new) for old, new in zip(before, workload.policy.parameters(), strict=True))
+    assert isinstance(learner, Controller)
+    best = labels(training)
+    right = training.score(best) > 0
+    agreed = (controlled(learner, training) == best)[right].double().mean()
+    untrained = (controlled(workload.controller, training) == best)[right].double().mean()
+    assert agreed > untrained + 0.3
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    small = replace(recipe().workload, budget=BudgetConfig(values=BUDGETS), eval=SETTINGS)
+    gw.train(
+        replace(
+            recipe(), workload=small, steps=12, recipe=f"{__name__}:tiny", run=gw.RunConfig(run_dir=folder, threads=1)
+        )
+    )
+    return folder
+
+
+SETTINGS = EvalConfig(timed_answers=6, timed_answers_of_others=3, runs_of_singles=1, imitation_steps=10)
+
+
+def tiny() -> gw.Config:
+    return recipe()
+
+
+def test_eval_of_a_run_writes_all_that_was_promised(run_folder, capsys):
+    capsys.readouterr()
+    assert main(["eval", str(run_folder)]) == 0
+    said = capsys.readouterr().out
+    assert "kind oracle" in said
+    assert "Picture:" in said
+    assert (run_folder / "eval.png").read_bytes().startswith(b"\x89PNG")
+    found = json.loads((run_folder / "eval.json").read_text())
+    assert {"before", "after", "gap_closed", "gap_closed_per_sample"} <= set(found)
+    assert [entry["budget_ms"] for entry in found["budgets"]] == pytest.approx([161 * part for part in BUDGETS])
+    for entry in found["budgets"]:
+        assert set(entry) >= METHODS
+        for name in METHODS:
+            figures = entry[name]
+            assert 0 <= figures["accuracy"] <= entry["oracle"]["accuracy"] <= 1
+            assert 0 < figures["p50_ms"] <= figures["p95_ms"]
+            low, high = figures["violation_interval"]
+            assert low <= figures["violation_rate"] <= high
+            assert sum(figures["knobs"]["blocks"].values()) == pytest.approx(1)
+    means = found["mean_accuracy"]
+    assert means["controller"] == pytest.approx(
+        sum(entry["controller"]["accuracy"] for entry in found["budgets"]) / len(BUDGETS)
+    )
+    way = means["oracle"] - means["lookup"]
+    assert found["gap_closed_per_sample"] == pytest.approx((means["controller"] - means["lookup"]) / way)
+    assert (found["test_questions"], found["choose_questions"]) == (12, 12)
+    assert found["timed_questions_per_budget"] == {
+        name: 6 if name in ("controller", "lookup") else 3 for name in METHODS
+    }
+    assert found["violations"]["controller"]["answers"] == 6 * len(BUDGETS)
+
+
+def test_times_are_measured_with_the_controllers_own_apart(run_folder):
+    found = json.loads((run_folder / "eval.json").read_text())
+    own = found["controller_time"]
+    assert own["stage_one_p50_ms"] > 0
+    assert 0 < own["share_of_answer"] < 1
+    controlled_ones = found["estimate"]["controlled"]
+    stages = {name: entry["measured_p50_ms"] for name, entry in controlled_ones["stages"].items()}
+    assert stages["controller"] == pytest.approx(own["p50_ms"])
+    assert stages["decode"] == 0
+    assert sum(stages.values()) == pytest.approx(controlled_ones["measured_p50_ms"], rel=0.5)
+    # every distinct computation stands by itself once
+    singles = found["singles"]
+    assert len(singles) == len({(each.tier, OPTIONS.path(each)) for each in OPTIONS.all()})
+
+
+def test_a_task_without_test_questions_has_no_report(workload):
+    plain = built()
+    plain.task = replace(plain.task, test=None)
+    assert plain.report() is None
