@@ -96,7 +96,7 @@ class Plan:
     cool_down_steps: int = 550
     """The last of them, in which the rate falls in a straight line."""
     deep_steps: int = 600
-    """Steps after those that teach two hops: one more than the blocks in use so far can do, so that depth is needed."""
+    """Steps after those, which teach two hops: meant to make depth needed, which the card shows it hardly did."""
     deep_cool_down_steps: int = 250
     deep_learning_rate: float = 1.5e-3
     early_text_mosaics: int = 16

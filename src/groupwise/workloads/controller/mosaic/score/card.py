@@ -19,7 +19,7 @@ from groupwise.workloads.controller.mosaic.score.tables import (
 _HISTORY = """\
 The shipped weights come from one run that was stopped and continued at steps 800, 1,800, 2,200 and 2,800 while what
 comes after was being settled on validation mosaics. Every step was run as the final plan says, so a fresh run takes the
-same steps on the same mosaics up to rounding, which grows with the steps. The pieces took 63 minutes of wall time
+same steps on the same mosaics up to rounding, which grows with the steps. The pieces took 66 minutes of wall time
 together, on one thread of a core that other programs used too."""
 _CARD = """# mosaic
 
@@ -41,7 +41,7 @@ bfloat16. In {alignment_steps:,} steps the vision tower and the projector learn 
 vectors, what each image token shows; in {text_steps:,} steps the whole model learns questions, {questions} per mosaic
 under a block mask. In the middle of them {varied:.0%} of the steps run with up to four blocks left out (never one of
 the first five) and a smaller top-k; towards the end none do, and routing is pressed to spread over the experts. In the
-last {deep_steps:,} steps it learns `jump`, which takes more blocks than everything before.
+last {deep_steps:,} steps it learns `jump`.
 
 {history}
 
