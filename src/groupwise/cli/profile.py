@@ -46,6 +46,7 @@ def run(words: list[str], as_json: bool) -> int:
     arguments = parse(ProfileArguments, words, prog="groupwise profile")
     for name, least in (("new_tokens", 1), ("threads", 1), ("question_tokens", 4)):
         require(getattr(arguments, name) >= least, name, getattr(arguments, name), f"{least} or more")
+    require(0.5 <= arguments.quantile < 1, "quantile", arguments.quantile, "from 0.5 to below 1")
     output = arguments.output or Path(f"estimator-{Path(arguments.model).name}.json")
     import torch
 

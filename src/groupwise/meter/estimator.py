@@ -112,8 +112,11 @@ class Estimator:
         differs |= {"model": f"{fitted.model}, not {model}"} if fitted.model != model else {}
         if differs and not anyway:
             told = ", ".join(f"{name} {text}" for name, text in differs.items())
+            hint = (
+                f" Call torch.set_num_threads({fitted.machine.threads}) first." if list(differs) == ["threads"] else ""
+            )
             raise UserError(
-                f"The estimator in {path} was fitted for {told}. Profile here and fit a new one; or load it with"
+                f"The estimator in {path} was fitted for {told}.{hint} Profile here and fit a new one; or load it with"
                 " anyway=True and recalibrate it from 100 measurements of the same model on this machine; or use it"
                 " with anyway=True as it is: its times are not of here."
             )

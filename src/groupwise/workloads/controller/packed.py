@@ -20,6 +20,8 @@ from torch.nn.functional import embedding_bag, grouped_mm, linear, pad, scaled_d
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from groupwise.core.errors import UserError
+
 NAME = "groupwise_packed"
 
 
@@ -94,10 +96,11 @@ def attend_inside_rows(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **_: Any,
+    **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each row to itself; neighbours of equal length go together."""
     packing = current()
+    _refuse_what_would_be_left_out(more, packing)
     grouped = key.shape[1] != query.shape[1]
     if packing.past is not None:
         packing.past.append(key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -120,6 +123,22 @@ def attend_inside_rows(
         result[0, part] = attended.transpose(1, 2).flatten(0, 1)
         start = part.stop
     return result, None
+
+
+def _refuse_what_would_be_left_out(asked: dict[str, Any], packing: Packing) -> None:
+    """Some models ask for more than causal attention: better no answer than another one than theirs."""
+    longest = max(packing.lengths) if packing.past is None else int(packing.past.lengths.max()) + 1
+    window = asked.get("sliding_window")
+    if window is not None and longest > window:
+        raise UserError(
+            f"A prompt of {longest} tokens is longer than this model's sliding window of {window}, which the executor"
+            " does not follow. Offer coarser tiers, or ask shorter questions."
+        )
+    for name in ("softcap", "s_aux"):
+        if asked.get(name) is not None:
+            raise UserError(
+                f"This model's attention uses {name}, which the executor does not offer. Take another model."
+            )
 
 
 def experts_of_row(
@@ -156,10 +175,17 @@ def _by_expert(
     rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], counts: Int64[Tensor, " experts"]
 ) -> Float[Tensor, "pairs out"]:
     """Each run of rows times the weights of its expert: in one call where torch has one for it."""
-    if rows.device.type == "cpu" or rows.dtype == torch.bfloat16:
+    if _can_group(rows, weights):
         return grouped_mm(rows, weights.transpose(-2, -1), offs=counts.cumsum(0).int())
     parts = rows.split(counts.tolist())
     return torch.cat([linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
+
+
+def _can_group(rows: Tensor, weights: Tensor) -> bool:
+    """What torch's one call takes: few number formats, and rows that begin at multiples of 16 bytes."""
+    offered = (torch.float32, torch.float16, torch.bfloat16) if rows.device.type == "cpu" else (torch.bfloat16,)
+    aligned = all(width * rows.element_size() % 16 == 0 for width in weights.shape[1:])
+    return rows.dtype in offered and aligned
 
 
 AttentionInterface.register(NAME, attend_inside_rows)

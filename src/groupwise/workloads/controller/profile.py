@@ -111,6 +111,8 @@ def _passes(pairs: Sequence[_Pair], chance: random.Random) -> Iterator[_Pair]:
 def _within(seconds: float, pairs: Iterator[_Pair]) -> Iterator[_Pair]:
     """Go on until the time is over; a bar shows how far it is."""
     console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        console.print(f"profiling answers for up to {seconds:.0f} s", highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task, begun = progress.add_task("profiling", total=seconds), time.perf_counter()
         for pair in pairs:

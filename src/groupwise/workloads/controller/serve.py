@@ -58,7 +58,8 @@ class Server:
         one, two = self.policy.stage_one, self.policy.stage_two
         with torch.no_grad():
             self._join_prompt, self._join_budget = (part.clone() for part in one.join.weight.split(FIRST, dim=1))
-            self._first, self._second = _joined(one.tier, one.insertion, FIRST), _joined(two.top_k, two.blocks, SECOND)
+            self._first = _joined(one.tier, one.insertion, FIRST, self.device)
+            self._second = _joined(two.top_k, two.blocks, SECOND, self.device)
         self._budgets: dict[float, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
@@ -116,17 +117,12 @@ class Server:
         return self._budgets[share]
 
 
-def _joined(one: Head, other: Head, width: int) -> tuple[Tensor, Tensor]:
+def _joined(one: Head, other: Head, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Two heads as one; a single option scores 0."""
-    parts = [
-        (torch.zeros(1, width), torch.zeros(1)) if head.linear is None else (head.linear.weight, head.linear.bias)
-        for head in (one, other)
-    ]
-    device = next((weight.device for weight, _ in parts if weight.device.type != "cpu"), torch.device("cpu"))
+    nothing = torch.zeros(1, width, device=device), torch.zeros(1, device=device)
+    parts = [nothing if head.linear is None else (head.linear.weight, head.linear.bias) for head in (one, other)]
     weights, biases = zip(*parts, strict=True)
-    return torch.cat([each.to(device) for each in weights]).clone(), torch.cat(
-        [each.to(device) for each in biases]
-    ).clone()
+    return torch.cat(weights), torch.cat(biases)
 
 
 def _split(scores: Float[Tensor, " options"], first: int) -> list[np.ndarray]:

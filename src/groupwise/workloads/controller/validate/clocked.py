@@ -108,9 +108,9 @@ class Clock:
     def _allowance(self, question: int, budget: int) -> Allowance:
         conditions = self.exam.conditions
         row = torch.tensor([question * self.exam.budget_ms.shape[1] + budget])
-        priced = conditions.config.respect == "penalty"
+        free = conditions.config.respect == "penalty" and not bool(conditions.impossible[row])
         return Allowance(
-            limit_ms=torch.inf if priced else float(conditions.budget_ms[row]),
+            limit_ms=torch.inf if free else float(conditions.budget_ms[row]),
             share=float(conditions.budget_share[row]),
             promised_ms=conditions.promised_ms(row)[0],
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -49,6 +49,8 @@ class Exam:
 def make_exam(workload: ControllerWorkload, questions: Sequence[Question]) -> Exam:
     """Ask everything: remembered answers where there are some, else the model."""
     task, options = workload.task, workload.options
-    conditions = make_conditions(questions, task.estimator, options, workload.config.budget)
+    # Questions that nothing fits are counted here: training has not seen them, so it could not refuse them.
+    budget = replace(workload.config.budget, on_impossible="cheapest")
+    conditions = make_conditions(questions, task.estimator, options, budget)
     medians, highs = (table[conditions.table].flatten(1) for table in (conditions.median_ms, conditions.high_ms))
     return Exam(conditions, accuracies(workload, questions).flatten(1), medians, highs)

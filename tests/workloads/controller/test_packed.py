@@ -1,0 +1,34 @@
+"""The packed attention and experts take what their one fast call does not, and refuse what they would leave out."""
+
+import pytest
+import torch
+from torch.nn.functional import linear
+from torch.testing import assert_close
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.packed import Packing, Tally, _by_expert, attend_inside_rows, packed
+
+
+@pytest.mark.parametrize(("dtype", "width", "out"), [("float32", 8, 4), ("float64", 8, 4), ("float32", 6, 5)])
+def test_each_run_of_rows_meets_its_own_expert(dtype, width, out):
+    source, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
+    rows = torch.randn(10, width, generator=source, dtype=kind)
+    weights = torch.randn(3, out, width, generator=source, dtype=kind)
+    by_hand = torch.cat([linear(rows[:4], weights[0]), linear(rows[4:], weights[2])])
+    assert_close(_by_expert(rows, weights, torch.tensor([4, 0, 6])), by_hand)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"sliding_window": 4}, "A prompt of 5 tokens is longer than this model's sliding window of 4"),
+        ({"softcap": 30.0}, "softcap"),
+        ({"s_aux": torch.zeros(2)}, "s_aux"),
+    ],
+)
+def test_attention_that_is_more_than_causal_is_refused(more, says):
+    states = torch.zeros(1, 2, 8, 4)
+    with packed(Packing((3, 5), torch.ones(8, dtype=torch.int64), Tally())):
+        attend_inside_rows(None, states, states, states, None, 0.5, sliding_window=5)
+        with pytest.raises(UserError, match=says):
+            attend_inside_rows(None, states, states, states, None, 0.5, **more)
