@@ -38,6 +38,7 @@ from groupwise.workloads.controller.pretrained import (
     settings_from,
     source_of,
 )
+from groupwise.workloads.controller.serve import Server, allowance_of
 from groupwise.workloads.controller.task import Question
 
 _POLICY = "model.safetensors"
@@ -72,6 +73,7 @@ class AdaptiveModel:
         executor = Executor(loaded.adapter, settings.options)
         device = loaded.model.device
         self.controller = Controller(policy.to(device), _Fresh(executor), device)
+        self._server = Server(self.controller, max_new_tokens=settings.max_new_tokens, stop_token=settings.stop_token)
         self._executor, self._meter, self._spell = executor, Meter(find_parts(loaded.model)), speller(loaded)
         self._costs: dict[tuple[int, ...], Costs] = {}
 
@@ -173,7 +175,18 @@ class AdaptiveModel:
         conditions, rows = self._conditions(questions, budgets_ms), torch.arange(len(questions))
         if not best_effort and conditions.impossible.any():
             raise conditions.refusal(int(conditions.impossible.nonzero()[0]), how="best_effort=True")
-        decided = self.controller.decide(conditions, rows, greedy)
+        if len(questions) == 1:
+            served = self._server.serve(questions[0].sample, allowance_of(conditions, 0))
+            choices, said = torch.tensor([served.choices]), [served.tokens]
+        else:
+            choices, said = self._together(questions, conditions)
+        knobs, fits = knobs_of(self.settings.options, choices), ~conditions.over_budget(rows, choices)
+        return knobs, fits.tolist(), [self._spell(tokens) for tokens in said]
+
+    def _together(
+        self, questions: Sequence[Question], conditions: Conditions
+    ) -> tuple[Int64[Tensor, "rows 4"], list[tuple[int, ...]]]:
+        decided = self.controller.decide(conditions, torch.arange(len(questions)), greedy)
         knobs = knobs_of(self.settings.options, decided.choices)
         found, _ = self._executor.answer(
             [Request(question.sample, each) for question, each in zip(questions, knobs, strict=True)],
@@ -181,8 +194,7 @@ class AdaptiveModel:
             max_new_tokens=self.settings.max_new_tokens,
             stop_token=self.settings.stop_token,
         )
-        fits = ~conditions.over_budget(rows, decided.choices)
-        return knobs, fits.tolist(), [self._spell(each.tokens) for each in found]
+        return decided.choices, [each.tokens for each in found]
 
     def _conditions(self, questions: Sequence[Question], budgets_ms: Sequence[float]) -> Conditions:
         """Every question under its own budget alone."""

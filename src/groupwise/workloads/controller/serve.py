@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear
 
 from groupwise.workloads.controller.adapter import Sample
+from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.decisions import Controller
 from groupwise.workloads.controller.estimates import Table
 from groupwise.workloads.controller.executor import Request
@@ -31,10 +32,23 @@ class Allowance:
     """What is held against the limit, for every configuration."""
 
 
+def allowance_of(conditions: Conditions, row: int) -> Allowance:
+    """Of one condition: what its budget lets the controller choose from."""
+    rows = torch.tensor([row])
+    free = conditions.config.respect == "penalty" and not bool(conditions.impossible[row])
+    return Allowance(
+        limit_ms=torch.inf if free else float(conditions.budget_ms[row]),
+        share=float(conditions.budget_share[row]),
+        promised_ms=conditions.promised_ms(rows)[0],
+    )
+
+
 @dataclass(frozen=True)
 class Served:
     tokens: tuple[int, ...]
     knobs: Knobs
+    choices: tuple[int, ...]
+    """The same knobs as numbers of options."""
     stage_one_ms: float
     """Measured, with the masks and the mean embedding of the question; encoding a budget met before is remembered."""
     stage_two_ms: float
@@ -90,7 +104,7 @@ class Server:
         (answer,), _ = executor.answer(
             [request], prefix=prefix, max_new_tokens=self.max_new_tokens, stop_token=self.stop_token
         )
-        return Served(answer.tokens, request.knobs, chosen_at - begun, stage_two_ms)
+        return Served(answer.tokens, request.knobs, tuple(choices), chosen_at - begun, stage_two_ms)
 
     def _stage_one(self, question: tuple[int, ...], share: float) -> list[np.ndarray]:
         stage = self.policy.stage_one

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from groupwise.meter.latency import DECODE, PREFILL, Estimated, Measured
 from groupwise.meter.parts import find_parts
 from groupwise.meter.spans import Meter
@@ -17,7 +15,7 @@ from groupwise.workloads.controller.budget import Span
 from groupwise.workloads.controller.decisions import Controller
 from groupwise.workloads.controller.executor import Request
 from groupwise.workloads.controller.knobs import Knobs
-from groupwise.workloads.controller.serve import Allowance, Served, Server
+from groupwise.workloads.controller.serve import Served, Server, allowance_of
 from groupwise.workloads.controller.task import Question, Task
 from groupwise.workloads.controller.validate.exam import Exam
 
@@ -94,7 +92,7 @@ class Clock:
         name, number, which = job
         question = self.exam.questions[number]
         if name:
-            allowance = self._allowance(number, which)
+            allowance = allowance_of(self.exam.conditions, number * self.exam.budget_ms.shape[1] + which)
             timing, served = _timed(meter, partial(self.servers[name].serve, question.sample, allowance))
             return ClockedAnswer(_apart(timing, served), self._estimate(question, served.knobs), served.knobs, served)
         knobs = self._knobs[which]
@@ -104,16 +102,6 @@ class Clock:
     def _answer(self, request: Request) -> object:
         task = self.task
         return task.executor.answer([request], max_new_tokens=task.max_new_tokens, stop_token=task.stop_token)
-
-    def _allowance(self, question: int, budget: int) -> Allowance:
-        conditions = self.exam.conditions
-        row = torch.tensor([question * self.exam.budget_ms.shape[1] + budget])
-        free = conditions.config.respect == "penalty" and not bool(conditions.impossible[row])
-        return Allowance(
-            limit_ms=torch.inf if free else float(conditions.budget_ms[row]),
-            share=float(conditions.budget_share[row]),
-            promised_ms=conditions.promised_ms(row)[0],
-        )
 
     def _estimate(self, question: Question, knobs: Knobs) -> Estimated:
         (estimated,) = self.task.estimator.estimate(question.prompt_tokens, [knobs])
