@@ -1,5 +1,6 @@
 import json
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from groupwise.core.errors import UserError
 from groupwise.train.checkpoint import read_meta, restore
 from groupwise.train.config import differing_fields, to_dict, with_values
 from groupwise.train.folder import RunFolder, read_lines
-from groupwise.train.run import set_up
+from groupwise.train.run import evaluate, set_up
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 
@@ -275,3 +276,27 @@ def test_functions_and_paths_in_a_config_survive_too():
     plain = json.loads(json.dumps(to_dict(config)))
     assert plain["workload"]["reward"] == "builtins:len"
     assert with_values(replace(recipe(), workload=WithOddFields()), plain) == config
+
+
+@dataclass(frozen=True)
+class Measures(TinyConfig):
+    """Measures something when it is built, each time with another result, unless it is told what was found."""
+
+    found: str = ""
+
+    def build(self, device):
+        workload, found = super().build(device), self.found or json.dumps({"measured": time.perf_counter()})
+        workload.files = lambda: {"found.json": found.encode()}
+        return workload
+
+    def continuing(self, checkpoint):
+        return replace(self, found=(checkpoint / "found.json").read_text())
+
+
+def test_what_a_workload_made_anew_is_taken_from_the_checkpoint(tmp_path):
+    first = config_in(tmp_path / "a", steps=2, workload=Measures())
+    gw.train(first)
+    evaluate(first, RunFolder(tmp_path / "a"), pytest.fail)
+    gw.train(config_in(tmp_path / "a", steps=4, workload=Measures(), run={"resume": True}))
+    two, four = (tmp_path / "a" / "checkpoints" / f"step-00000{step}" / "found.json" for step in (2, 4))
+    assert two.read_bytes() == four.read_bytes()

@@ -53,13 +53,14 @@ class Setup:
     state: State
 
 
-def set_up(config: Config) -> Setup:
-    """Join the ranks, build the workload, and refuse what does not fit."""
+def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
+    """Join the ranks, build the workload, and refuse what does not fit. A checkpoint to go on from has a say in it."""
     torch.set_num_threads(config.run.threads)
     comm = connect()
     check_installed(config.run.trackers)
     with comm.together(f"build() of {type(config.workload).__name__}"):
-        workload = config.workload.build(comm.device)
+        settings = config.workload.continuing(checkpoint) if checkpoint else config.workload
+        workload = settings.build(comm.device)
         for name in ("policy", "conditions"):
             if not hasattr(workload, name):
                 raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
@@ -71,8 +72,8 @@ def set_up(config: Config) -> Setup:
 def train(config: Config) -> Summary:
     """Train as the config says. The same call on one process and on many ranks."""
     begun = time.perf_counter()
-    setup = set_up(config)
     folder = RunFolder(run_dir(config))
+    setup = set_up(config, _newest(folder) if config.run.resume else None)
     with setup.comm.together("Claiming the run folder"):
         if setup.comm.is_main:
             folder.claim(resume=config.run.resume)
@@ -109,10 +110,10 @@ class Evaluation:
 
 def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> Evaluation:
     """The figures of a run's newest good checkpoint, and its workload's report."""
-    setup = set_up(config)
     path = newest_good(folder.checkpoints, warn)
     if path is None:
         raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
+    setup = set_up(config, path)
     check_same_files(path, setup.workload.files())
     restore(path, setup.state)
     figures = _log_evaluation(setup, folder, None, f"step {setup.state.step}")
@@ -128,6 +129,11 @@ def run_dir(config: Config) -> Path:
         return Path(config.run.run_dir)
     name = config.recipe.split(":")[0].removesuffix(".py").replace("\\", "/").rsplit("/", 1)[-1]
     return Path("runs") / (name or type(config.workload).__name__)
+
+
+def _newest(folder: RunFolder) -> Path | None:
+    """The checkpoint that `_resume` will take; it warns of damaged ones."""
+    return newest_good(folder.checkpoints, lambda text: None)
 
 
 def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:

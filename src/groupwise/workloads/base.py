@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
     from torch import nn
 
@@ -69,3 +71,7 @@ class WorkloadConfig:
     def build(self, device: torch.device) -> Workload:
         """The workload itself, its policy on the device; the same on every rank."""
         raise NotImplementedError(f"{type(self).__name__} must define build(device)")
+
+    def continuing(self, checkpoint: Path) -> Self:
+        """The same settings to go on from a checkpoint: what would be made anew may be taken from its files."""
+        return self

@@ -14,6 +14,7 @@ from groupwise.recipes import load_recipe
 from groupwise.workloads.controller.adapter import LlavaAdapter
 from groupwise.workloads.controller.estimates import CountedWork
 from groupwise.workloads.controller.executor import Executor
+from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 from groupwise.workloads.controller.mosaic.digits import Split, load_handwriting
 from groupwise.workloads.controller.mosaic.model import load_mosaic
 from groupwise.workloads.controller.mosaic.questions import KINDS
@@ -74,3 +75,12 @@ def test_settings_are_read_without_torch():
         [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def test_a_run_goes_on_with_the_estimator_it_was_trained_with(tmp_path):
+    """Also where this machine's own has been deleted since."""
+    own, named = MosaicControllerConfig(), MosaicControllerConfig(estimator="counted")
+    assert own.continuing(tmp_path) == own
+    (tmp_path / "estimator.json").write_text("{}")
+    assert own.continuing(tmp_path).estimator == str(tmp_path / "estimator.json")
+    assert named.continuing(tmp_path) == named

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from groupwise.core.errors import require
 from groupwise.workloads.controller.config import ControllerConfig
@@ -39,6 +39,11 @@ class MosaicControllerConfig(ControllerConfig):
         super().__post_init__()
         for name in ("mosaics", "held_out_mosaics", "choose_mosaics", "test_mosaics"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+
+    def continuing(self, checkpoint: Path) -> Self:
+        """The estimator it was trained with, also where this machine's own has been deleted or made anew since."""
+        kept = checkpoint / "estimator.json"
+        return replace(self, estimator=str(kept)) if self.estimator == "own" and kept.is_file() else self
 
     def task(self, device: torch.device) -> Task:
         from groupwise.workloads.controller.mosaic.task import mosaic_task
