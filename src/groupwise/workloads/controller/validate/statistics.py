@@ -38,7 +38,7 @@ def gap_interval(
     """The 95 % bootstrap interval of the gap closed. Images are drawn, not questions: those about one go together."""
     number = {image: nth for nth, image in enumerate(dict.fromkeys(images))}
     owner = torch.tensor([number[image] for image in images])
-    columns = torch.stack([floor, reached, ceiling], dim=1).double().nan_to_num(0.0)
+    columns = torch.stack([floor, reached, ceiling], dim=1).double()
     sums = torch.zeros(len(number), 3, dtype=torch.float64).index_add_(0, owner, columns)
     source = torch.Generator().manual_seed(0)
     drawn = torch.randint(len(number), (draws, len(number)), generator=source)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from groupwise.meter.latency import PREFILL
+from groupwise.workloads.controller.validate.clocked import CONTROLLER
 from groupwise.workloads.controller.validate.statistics import is_noise
 from groupwise.workloads.report import ReportTable
 
@@ -20,6 +22,7 @@ NAMES = {
     "kind_oracle": "kind oracle",
     "oracle": "sample oracle",
 }
+_STAGE_NAMES = {PREFILL: "prefill, with choosing", CONTROLLER: "  choosing"}
 Figures = Mapping[str, Any]
 
 
@@ -91,7 +94,11 @@ def _stages(figures: Figures) -> ReportTable:
     """Estimated beside measured, for the controller's answers."""
     found, given = figures["estimate"]["controlled"], figures["estimate"]["given_knobs"]
     rows = [
-        [stage, f"{each['measured_p50_ms']:.2f}", f"{each['estimated_p50_ms']:.2f}"]
+        [
+            _STAGE_NAMES.get(stage, stage),
+            f"{each['measured_p50_ms']:.2f}",
+            "in prefill" if stage == CONTROLLER else f"{each['estimated_p50_ms']:.2f}",
+        ]
         for stage, each in found["stages"].items()
     ]
     rows.append(["whole answer", f"{found['measured_p50_ms']:.2f}", f"{found['estimated_p50_ms']:.2f}"])
