@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from groupwise.core.placement import Rows
     from groupwise.core.types import Rollouts, Scored, Terms
@@ -38,6 +38,15 @@ class Workload(Protocol):
     def score(self, rollouts: Rollouts) -> Scored:
         """Log-probabilities of the same decisions under the present policy, with gradient."""
         ...
+
+    def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
+        """Numbers of the rows that `score` gets together, pass after pass; at most `rows_per_pass` of them at a time.
+
+        The rows are those of this rank that are trained. Cutting and order are a matter of memory and speed only.
+        """
+        import torch
+
+        return torch.arange(len(rollouts)).split(rows_per_pass)
 
     def evaluate(self) -> Mapping[str, float]:
         """Named figures on held-out data. Runs alike on every rank; the policy may hold averaged weights meanwhile."""
