@@ -56,6 +56,18 @@ class Workload(Protocol):
         """All that a finished run should be judged by, for `groupwise eval`: may take minutes. Asked of one rank."""
         return None
 
+    def measures(self, rollouts: Rollouts, advantages: Tensor) -> Mapping[str, Tensor]:
+        """Named numbers, one a row (NaN where a row has none), whose means over the whole step go into metrics.jsonl.
+
+        The same names on every rank.
+        """
+        return {}
+
+    def alarm(self, figures: Mapping[str, float]) -> str | None:
+        """A sentence to warn with if a step's figures, those of metrics.jsonl, say that something is wrong; raise
+        UserError to stop the run there instead."""
+        return None
+
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         """What a person would want to see of each row (JSON values), for samples.jsonl."""
         return [{} for _ in range(len(rollouts))]

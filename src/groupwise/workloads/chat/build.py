@@ -53,8 +53,8 @@ def load_tokenizer(config: ChatConfig) -> Any:
         return transformers.AutoTokenizer.from_pretrained(source(config))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"policy.model is {config.policy.model!r}, whose tokenizer cannot be loaded: {' '.join(str(error).split())[:300]}"
-            " Put the files of its tokenizer beside the model."
+            f"policy.model is {config.policy.model!r}, whose tokenizer cannot be loaded:"
+            f" {' '.join(str(error).split())[:300]} Put the files of its tokenizer beside the model."
         ) from error
 
 
@@ -68,7 +68,9 @@ def stop_ids(config: ChatConfig, tokenizer: Any, policy: Policy) -> tuple[int, .
     for token in config.stop_tokens:
         number = tokenizer.convert_tokens_to_ids(token)
         if number is None or number == tokenizer.unk_token_id:
-            raise UserError(f"stop_tokens names {token!r}, which is not one token of the tokenizer. Name a token of it.")
+            raise UserError(
+                f"stop_tokens names {token!r}, which is not one token of the tokenizer. Name a token of it."
+            )
         found.add(number)
     if not found:
         raise UserError(
@@ -81,7 +83,10 @@ def stop_ids(config: ChatConfig, tokenizer: Any, policy: Policy) -> tuple[int, .
 
 def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limits: Limits) -> Prompts:
     if where == EMBEDDED:
-        made = [{config.data.prompt_column: row["messages"], config.judge.answer_column: row["answer"]} for row in _embedded(split)]
+        made = [
+            {config.data.prompt_column: row["messages"], config.judge.answer_column: row["answer"]}
+            for row in _embedded(split)
+        ]
         table = Table(made, [f"{EMBEDDED} question {nth}" for nth in range(len(made))], dropped=Counter())
     else:
         required = (config.data.prompt_column, *required_columns(config.judge))

@@ -104,8 +104,11 @@ class ChatConfig(WorkloadConfig):
     eval: EvalConfig = field(default_factory=EvalConfig)
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a completion besides the tokenizer's end-of-sequence token and the model's own list."""
-    decode_rows: int | None = None
-    """Most rows that are decoded at once: a memory knob that changes no result. None for all of a rank's rows."""
+    decode_rows: int = 256
+    """Most rows that are decoded at once: a memory knob that changes no result."""
+    tokens_per_pass: int | None = None
+    """Most tokens in one pass of training, besides rows_per_pass rows: a memory knob for answers of very different
+    lengths that changes no result. None for no limit."""
     mask_truncated: bool = False
     """Leave completions that reached max_new_tokens out of the loss; they still count in their group's comparison."""
     truncation_alarm: float = 0.9
@@ -116,7 +119,9 @@ class ChatConfig(WorkloadConfig):
     def __post_init__(self) -> None:
         require_types(self, "workload.")
         require(0 < self.truncation_alarm <= 1, "truncation_alarm", self.truncation_alarm, "above 0 and at most 1")
-        require(self.decode_rows is None or self.decode_rows >= 1, "decode_rows", self.decode_rows, "1 or more, or None")
+        require(self.decode_rows >= 1, "decode_rows", self.decode_rows, "at least 1")
+        tokens = self.tokens_per_pass
+        require(tokens is None or tokens >= 1, "tokens_per_pass", tokens, "1 or more, or None")
         if self.sampling.temperature == 0:
             raise UserError(
                 "sampling.temperature is 0: all members of a group would be equal, so there is nothing to compare."

@@ -16,7 +16,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.identity import group_id
 from groupwise.workloads.chat.config import DataConfig, JudgeConfig
 from groupwise.workloads.chat.rewards import check_answer
-from groupwise.workloads.chat.table import BadRow, Row, Sieve, Table, counted
+from groupwise.workloads.chat.table import BadRowError, Row, Sieve, Table, counted
 
 _TAKEN = ("prompts", "completions", "completion_ids")
 
@@ -65,7 +65,7 @@ def make_prompts(table: Table, tokenizer: Any, config: DataConfig, judge: JudgeC
             prompt = _prompt(row[config.prompt_column], config)
             tokens = _encode(prompt, tokenizer, config)
             _check_tokens(tokens, limits, config)
-        except BadRow as bad:
+        except BadRowError as bad:
             sieve.drop(place, bad)
             continue
         kept.append(row)
@@ -94,11 +94,11 @@ def _prompt(content: Any, config: DataConfig) -> Any:
     """Token ids and untemplated text stay as they are; all else becomes messages."""
     if isinstance(content, str):
         if not content.strip():
-            raise BadRow("empty prompt", f"column '{config.prompt_column}' is empty.")
+            raise BadRowError("empty prompt", f"column '{config.prompt_column}' is empty.")
         return content if config.template == "none" else [*_system(config), {"role": "user", "content": content}]
     if not isinstance(content, list | tuple) or not content:
         told = "is empty" if isinstance(content, list | tuple) else f"holds {type(content).__name__}"
-        raise BadRow(
+        raise BadRowError(
             "empty prompt" if isinstance(content, list | tuple) else "prompt of another type",
             f"column '{config.prompt_column}' {told}: a prompt is a text, a list of messages or a list of token ids.",
         )
@@ -109,15 +109,15 @@ def _prompt(content: Any, config: DataConfig) -> Any:
 
 def _messages(content: list[Any], config: DataConfig) -> list[dict[str, str]]:
     if not all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in content):
-        raise BadRow(
+        raise BadRowError(
             "prompt of another type",
             f"column '{config.prompt_column}' is a list whose entries are neither all token ids nor all messages with"
             " 'role' and 'content'.",
         )
     if content[-1]["role"] == "assistant":
-        raise BadRow("ends in a reply", "its last message is the assistant's, so nothing is left to say.")
+        raise BadRowError("ends in a reply", "its last message is the assistant's, so nothing is left to say.")
     if not any(str(message["content"]).strip() for message in content):
-        raise BadRow("empty prompt", "all of its messages are empty.")
+        raise BadRowError("empty prompt", "all of its messages are empty.")
     return [*_system(config), *({key: message[key] for key in message} for message in content)]
 
 
@@ -140,9 +140,9 @@ def _encode(prompt: Any, tokenizer: Any, config: DataConfig) -> tuple[int, ...]:
 
 def _check_tokens(tokens: tuple[int, ...], limits: Limits, config: DataConfig) -> None:
     if not tokens:
-        raise BadRow("empty prompt", "its prompt has no tokens.")
+        raise BadRowError("empty prompt", "its prompt has no tokens.")
     if not 0 <= min(tokens) <= max(tokens) < limits.vocabulary:
-        raise BadRow(
+        raise BadRowError(
             "unknown token",
             f"its prompt holds token {max(tokens)} and the model has a vocabulary of {limits.vocabulary}: model and"
             " tokenizer do not belong together.",
@@ -155,4 +155,4 @@ def _check_tokens(tokens: tuple[int, ...], limits: Limits, config: DataConfig) -
             else f"the model has {limits.longest} positions, of which sampling.max_new_tokens takes"
             f" {limits.max_new_tokens}"
         )
-        raise BadRow("overlong prompt", f"its prompt has {len(tokens)} tokens, and {allowed}.")
+        raise BadRowError("overlong prompt", f"its prompt has {len(tokens)} tokens, and {allowed}.")

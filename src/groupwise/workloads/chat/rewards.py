@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.core.errors import UserError
 from groupwise.workloads.chat.answers import given_number, right_number
 from groupwise.workloads.chat.config import JudgeConfig
-from groupwise.workloads.chat.table import BadRow, Row
+from groupwise.workloads.chat.table import BadRowError, Row
 from groupwise.workloads.judge import RewardFunction
 from groupwise.workloads.limits import limited
 
@@ -47,7 +47,7 @@ def required_columns(config: JudgeConfig) -> tuple[str, ...]:
 def check_answer(row: Row, config: JudgeConfig) -> None:
     """Refuse a row whose right answer no completion could ever match."""
     if "numeric" in config.functions and right_number(str(row[config.answer_column])) is None:
-        raise BadRow(
+        raise BadRowError(
             "without a number",
             f"column '{config.answer_column}' is {str(row[config.answer_column])[-60:]!r}, in which the reward"
             " 'numeric' finds no number: give it as '#### 42', '\\boxed{42}' or '42'.",
@@ -59,8 +59,8 @@ def own_function(spec: str, known: Mapping[str, Any]) -> RewardFunction:
     module, _, name = spec.partition(":")
     if not name:
         raise UserError(
-            f"judge.functions names '{spec}': it must be one of {', '.join(known)}, or a function of your own written as"
-            " 'module:function'."
+            f"judge.functions names '{spec}': it must be one of {', '.join(known)}, or a function of your own, written"
+            " as 'module:function'."
         )
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
@@ -105,7 +105,9 @@ def _regex(pattern: str) -> RewardFunction:
     except re.error as error:
         raise UserError(f"judge.pattern is {pattern!r}, which is not a regular expression: {error}.") from error
     if not pattern:
-        raise UserError("judge.pattern is empty, and the reward 'regex' needs one: give it with --workload.judge.pattern.")
+        raise UserError(
+            "judge.pattern is empty, and the reward 'regex' needs one: give it with --workload.judge.pattern."
+        )
 
     def found(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
         return [float(compiled.search(text_of(said)) is not None) for said in completions]
@@ -114,9 +116,11 @@ def _regex(pattern: str) -> RewardFunction:
 
 
 def _length(longest: int) -> RewardFunction:
-    """1 up to half of `longest` tokens, then falling in a straight line to 0 at `longest` (DAPO's soft overlong form)."""
+    """1 up to half of `longest` tokens, then falling in a straight line to 0 at `longest`."""
 
-    def length(prompts: Texts, completions: Texts, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    def length(
+        prompts: Texts, completions: Texts, completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> list[float]:
         return [min(1.0, max(0.0, 2 - 2 * len(ids) / longest)) for ids in completion_ids]
 
     return length

@@ -25,7 +25,7 @@ class Table:
     """How many rows were left out, by reason."""
 
 
-class BadRow(Exception):
+class BadRowError(Exception):
     """Why one row cannot be used: a reason to count by, and a sentence about this row."""
 
     def __init__(self, reason: str, told: str):
@@ -40,7 +40,7 @@ class Sieve:
         self._refuse = bad_rows == "refuse"
         self.dropped: Counter[str] = Counter()
 
-    def drop(self, place: str, bad: BadRow) -> None:
+    def drop(self, place: str, bad: BadRowError) -> None:
         if self._refuse:
             raise UserError(
                 f"{place}: {bad.told} Mend it, or take data.bad_rows 'drop' to leave such rows out and have them"
@@ -63,7 +63,7 @@ def read_table(source: str, *, required: tuple[str, ...], bad_rows: Literal["ref
         try:
             row = _parsed(found)
             _check_columns(row, columns, required)
-        except BadRow as bad:
+        except BadRowError as bad:
             sieve.drop(place, bad)
             continue
         columns = columns or set(row)
@@ -94,25 +94,27 @@ def _parsed(found: Any) -> Row:
     try:
         row = json.loads(found.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise BadRow("broken line", f"byte {error.start + 1} is not UTF-8, as JSON must be.") from error
+        raise BadRowError("broken line", f"byte {error.start + 1} is not UTF-8, as JSON must be.") from error
     except ValueError as error:
-        raise BadRow("broken line", f"it is not JSON ({error}): every line must be one whole object.") from error
+        raise BadRowError("broken line", f"it is not JSON ({error}): every line must be one whole object.") from error
     if not isinstance(row, dict):
-        raise BadRow("broken line", f"it holds {type(row).__name__}, where every line must be an object of columns.")
+        raise BadRowError(
+            "broken line", f"it holds {type(row).__name__}, where every line must be an object of columns."
+        )
     return row
 
 
 def _check_columns(row: Row, columns: set[str] | None, required: tuple[str, ...]) -> None:
     for name in required:
         if name not in row or row[name] is None:
-            raise BadRow(
+            raise BadRowError(
                 "without a column",
                 f"it has no column '{name}'; it has {', '.join(map(repr, row)) or 'none'}. data.prompt_column and"
                 " judge.answer_column say which columns are used.",
             )
     if columns is not None and set(row) != columns:
         odd = sorted(set(row) ^ columns)[0]
-        raise BadRow(
+        raise BadRowError(
             "with other columns",
             f"column '{odd}' is {'missing here' if odd in columns else 'not in the rows before'}: all rows must have"
             " the same ones, because rewards receive them as lists.",
@@ -136,6 +138,8 @@ def _saved_rows(path: Path) -> Iterator[tuple[str, Any]]:
         ) from error
     if isinstance(found, datasets.DatasetDict):
         names = list(found)
-        raise UserError(f"{path} holds {len(names)} splits, {', '.join(names)}: name one of them, as {path / names[0]}.")
+        raise UserError(
+            f"{path} holds {len(names)} splits, {', '.join(names)}: name one of them, as {path / names[0]}."
+        )
     for number, row in enumerate(found, start=1):
         yield f"{path}, row {number}", row

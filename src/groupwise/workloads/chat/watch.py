@@ -35,7 +35,7 @@ def alarm_of(figures: Mapping[str, float], config: ChatConfig, sampling: Samplin
     if share < config.truncation_alarm:
         return None
     return (
-        f"{share:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a stop"
-        " token: what they earn says little. Raise max_new_tokens, check that the prompt's template and the stop tokens"
-        f" {list(sampling.stop_ids)} are the model's, or reward shorter answers (judge.functions 'length')."
+        f"{share:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a"
+        " stop token: what they earn says little. Raise max_new_tokens, check that the prompt's template and the stop"
+        f" tokens {list(sampling.stop_ids)} are the model's, or reward shorter answers (judge.functions 'length')."
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from groupwise.workloads.chat.engine_config import Sampling
 from groupwise.workloads.chat.policy import Policy
 from groupwise.workloads.chat.prompts import Prompts
 from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
+from groupwise.workloads.chat.scoring import cut_into_passes, score
 from groupwise.workloads.chat.table import counted
 from groupwise.workloads.chat.watch import alarm_of, measures_of
 from groupwise.workloads.judge import RewardFunction, judge
@@ -46,6 +46,7 @@ class ChatWorkload(Workload):
         self.parts, self.config = parts, config
         self.policy = parts.policy
         self.conditions = len(parts.training)
+        self.stage_rows = {"rollout": config.decode_rows}
 
     def rollout(self, rows: Rows) -> Rollouts:
         return self.complete(self.parts.training, rows, self.parts.sampling)
@@ -53,7 +54,7 @@ class ChatWorkload(Workload):
     def complete(self, prompts: Prompts, rows: Rows, sampling: Sampling) -> Rollouts:
         """One completion a row, of training prompts or of others."""
         asked, of_row = _only_used(prompts, rows.condition)
-        said = generate(self.parts.policy, asked, of_row, rows, sampling, decode_rows=self.config.decode_rows)
+        said = generate(self.parts.policy, asked, of_row, rows, sampling, decode_rows=self.stage_rows["rollout"])
         mask = token_mask(said)
         if self.config.mask_truncated:
             mask &= torch.tensor([completion.stopped for completion in said])[:, None]
@@ -96,6 +97,17 @@ class ChatWorkload(Workload):
             self.parts.sampling,
             width=rollouts.logp.shape[1],
             reference=self.parts.policy.has_reference,
+        )
+
+    def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
+        """Members of a group together, so that their prompt is computed once; cut by rows and by tokens."""
+        asked, of_row = _only_used(self.parts.training, rollouts.data["condition"])
+        return cut_into_passes(
+            asked,
+            of_row,
+            rollouts.data["completion"],
+            rows_per_pass=rows_per_pass,
+            tokens_per_pass=self.config.tokens_per_pass,
         )
 
     def measures(self, rollouts: Rollouts, advantages: Tensor) -> Mapping[str, Tensor]:

@@ -119,7 +119,10 @@ def _accumulate(model: LlamaForCausalLM, cuts: list[tuple[Tensor, Tensor]]) -> f
 
 def batches(plan: Plan, tokenizer: PreTrainedTokenizerFast, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The step's dialogues in cuts of like length, padded, with labels: only the last reply is learned."""
-    asked, answered = zip(*(_dialogue(plan, random) for random in [plan.random(step)] for _ in range(plan.dialogues_per_step)), strict=True)
+    asked, answered = zip(
+        *(_dialogue(plan, random) for random in [plan.random(step)] for _ in range(plan.dialogues_per_step)),
+        strict=True,
+    )
     prompts = _encode(tokenizer, asked, add_generation_prompt=True)
     wholes = _encode(tokenizer, answered)
     order = sorted(range(len(wholes)), key=lambda row: len(wholes[row]))
