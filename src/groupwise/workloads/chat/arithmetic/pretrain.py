@@ -28,7 +28,9 @@ class Plan:
     """All that a pretraining run depends on."""
 
     seed: int = 0
-    steps: int = 1400
+    steps: int = 1000
+    horizon: int = 1400
+    """The learning rate falls as if for so many steps. Ending sooner leaves the sums half learned."""
     dialogues_per_step: int = 64
     dialogues_per_pass: int = 16
     learning_rate: float = 3e-3
@@ -49,7 +51,7 @@ class Plan:
     def rate(self, step: int) -> float:
         """A ramp, then a cosine down to a fiftieth."""
         ramp = min(1.0, (step + 1) / self.warm_up_steps)
-        return self.learning_rate * ramp * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.steps)))
+        return self.learning_rate * ramp * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.horizon)))
 
 
 def new_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
