@@ -12,7 +12,7 @@ from torch import Tensor
 from groupwise.core.placement import Rows
 from groupwise.core.randomness import random_bits
 from groupwise.workloads.chat.completion import Completion
-from groupwise.workloads.chat.passes import mean_pass_at, powers_up_to
+from groupwise.workloads.chat.pass_at import mean_pass_at, powers_up_to
 from groupwise.workloads.chat.prompts import Prompts
 
 if TYPE_CHECKING:

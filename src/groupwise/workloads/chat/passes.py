@@ -1,31 +1,47 @@
-"""pass@k: the chance that at least one of k completions passes, without bias from n samples of which c passed."""
+"""Which rows of a step go through the model together: whole groups, so that a prompt is computed once."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import comb, sqrt
-from statistics import fmean, stdev
 
-from groupwise.core.errors import require
+import torch
+from torch import Tensor
 
 
-def pass_at(k: int, *, samples: int, passed: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the share of all k-subsets of the n samples that hold a passed one.
+def cut_into_passes(
+    prompt_of_row: Sequence[int],
+    prompt_tokens: Sequence[int],
+    completion_tokens: Sequence[int],
+    *,
+    rows_per_pass: int,
+    tokens_per_pass: int | None = None,
+) -> list[Tensor]:
+    """Numbers of rows, pass after pass: every row once, at most `rows_per_pass` of them together.
 
-    Chen et al., "Evaluating large language models trained on code", arXiv 2107.03374. The plain 1 - (1 - c/n)^k draws
-    the same sample more than once, and is too low.
+    prompt_tokens: of each row's prompt; completion_tokens: of each row. With `tokens_per_pass`, a pass has at most so
+    many tokens, a prompt counted once; a single row with more is a pass of its own. A group that fits into one pass is
+    not cut. How rows are cut does not change the gradient.
     """
-    require(1 <= k <= samples, "k of pass@k", k, f"from 1 to the {samples} samples of a question")
-    require(0 <= passed <= samples, "the number of passed samples", passed, f"from 0 to {samples}")
-    return 1 - comb(samples - passed, k) / comb(samples, k)
-
-
-def mean_pass_at(k: int, *, samples: int, passed: Sequence[int]) -> tuple[float, float]:
-    """Over questions: the mean, and its standard error."""
-    values = [pass_at(k, samples=samples, passed=count) for count in passed]
-    return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else float("nan")
-
-
-def powers_up_to(samples: int) -> list[int]:
-    """1, 2, 4, ... and the number of samples itself."""
-    return sorted({*(2**n for n in range(samples.bit_length()) if 2**n <= samples), samples})
+    groups: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_of_row):
+        groups.setdefault(prompt, []).append(row)
+    budget = tokens_per_pass if tokens_per_pass is not None else sum(prompt_tokens) + sum(completion_tokens)
+    cuts: list[list[int]] = []
+    room_rows, room_tokens = 0, 0
+    for rows in groups.values():
+        prompt = prompt_tokens[rows[0]]
+        whole = prompt + sum(completion_tokens[row] for row in rows)
+        alone = len(rows) <= rows_per_pass and whole <= budget
+        begun = False  # whether the open pass holds this prompt
+        if alone and (len(rows) > room_rows or whole > room_tokens):
+            room_rows = 0
+        for row in rows:
+            need = completion_tokens[row] + (0 if begun else prompt)
+            if room_rows < 1 or need > room_tokens:
+                cuts.append([])
+                room_rows, room_tokens = rows_per_pass, budget
+                need = completion_tokens[row] + prompt
+            cuts[-1].append(row)
+            begun = True
+            room_rows, room_tokens = room_rows - 1, room_tokens - need
+    return [torch.tensor(rows) for rows in cuts]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from groupwise.workloads.chat.completion import Completion
 from groupwise.workloads.chat.policy import Policy
-from groupwise.workloads.chat.sampling import Drawn, Sampling, draw, only_kept, scaled_logits
+from groupwise.workloads.chat.sampling import IMPOSSIBLE, Drawn, Sampling, draw, only_kept, scaled_logits
 
 TokenLogps = tuple[list[Tensor], list[Tensor]]
 
@@ -69,7 +69,7 @@ def score_plainly(
             scaled = only_kept(scaled, completion.kept.to(policy.device), taken)
         logp = scaled.log_softmax(-1)
         logps.append(logp.gather(1, taken[:, None])[:, 0])
-        entropies.append(-(logp.exp() * logp.clamp(min=torch.finfo(logp.dtype).min)).sum(-1))
+        entropies.append(-(logp.exp() * logp.clamp(min=IMPOSSIBLE)).sum(-1))
     return logps, entropies
 
 

@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.errors import UserError
+from groupwise.workloads.chat.attention import Layout
 from groupwise.workloads.chat.engine_config import PolicyConfig
+from groupwise.workloads.chat.head import Head
+from groupwise.workloads.chat.sharing import share_prompts
 
 __all__ = ["Policy", "PolicyConfig", "load_policy", "make_policy"]
 
@@ -30,15 +33,29 @@ class Policy(nn.Module):
         self.model = model
         """The transformers model, inside PEFT's where there is an adapter."""
         self.config = config
-        self.why_plain: str | None = "it was asked for (policy.path 'plain')"
+        self._reference = (frozen_copy,)  # in a tuple: it is no part of what is trained and saved
+        self._active = (self._causal_lm(),)
+        self.why_plain = self._choose_path()
         """Why prompts are not shared; None where they are."""
-        self._reference = [frozen_copy]  # in a list: it is no part of what is trained and saved
-        self._active = self._causal_lm()
 
     @property
     def causal_lm(self) -> Any:
         """The transformers model that computes now: the policy's, or the frozen copy within `reference()`."""
-        return self._active
+        return self._active[0]
+
+    @property
+    def shares_prompts(self) -> bool:
+        return self.why_plain is None
+
+    @property
+    def head(self) -> Head:
+        """The layer that turns hidden states into logits."""
+        layer, computed_in = self.causal_lm.get_output_embeddings(), getattr(torch, self.config.dtype)
+        return Head(layer.weight, layer.bias, computed_in)
+
+    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """Hidden states before the head, [batch, tokens, width], of tokens that see what the layout says."""
+        return self.causal_lm.base_model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)[0]
 
     @property
     def device(self) -> torch.device:
@@ -58,7 +75,7 @@ class Policy(nn.Module):
         """Within, the reference computes, without gradient."""
         assert self.has_reference, "the policy has no reference"
         with torch.no_grad(), self.model.disable_adapter() if self.config.reference == "adapter" else nullcontext():
-            own, self._active = self._active, self._reference[0] or self._active
+            own, self._active = self._active, self._reference if self._reference[0] else self._active
             try:
                 yield
             finally:
@@ -90,6 +107,19 @@ class Policy(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = on
 
+    def _choose_path(self) -> str | None:
+        if self.config.path == "plain":
+            return "it was asked for (policy.path is 'plain')"
+        reason = share_prompts(self.causal_lm)
+        if reason is not None and self.config.path == "shared":
+            raise UserError(
+                f"policy.path is 'shared', and {type(self.causal_lm).__name__} cannot share prompts: {reason}. Set"
+                " policy.path to 'auto' to train it on the slower, plain path."
+            )
+        if self._reference[0] is not None and reason is None:
+            share_prompts(self._reference[0])
+        return reason
+
     def _causal_lm(self) -> Any:
         return self.model.get_base_model() if self.config.lora_rank is not None else self.model
 
@@ -115,6 +145,8 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Pol
 def make_policy(model: Any, config: PolicyConfig) -> Policy:
     """A policy of a transformers model that is in memory already; the model is changed (frozen, adapted)."""
     model.eval()
+    if config.dtype == "float64" and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # grouped products know no float64
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     frozen_copy = copy.deepcopy(model).requires_grad_(False) if config.reference == "copy" else None

@@ -11,6 +11,7 @@ from groupwise.core.errors import UserError, require
 from groupwise.core.placement import Rows
 from groupwise.core.randomness import uniform
 from groupwise.workloads.chat.completion import Completion
+from groupwise.workloads.chat.flight import Flight
 from groupwise.workloads.chat.plain import generate_plainly
 from groupwise.workloads.chat.policy import Policy
 from groupwise.workloads.chat.sampling import Sampling
@@ -36,10 +37,13 @@ def generate(
     check_prompts(policy, prompts, sampling)
     chances = chances_of(rows, sampling.max_new_tokens)
     with policy.sampling():
-        return _generate(policy, [prompts[nth] for nth in prompt_of_row], chances, sampling, decode_rows or len(rows))
+        if policy.shares_prompts:
+            return Flight(policy, prompts, prompt_of_row, chances, sampling, decode_rows or len(rows)).run()
+        of_rows = [prompts[nth] for nth in prompt_of_row]
+        return _generate_plainly(policy, of_rows, chances, sampling, decode_rows or len(rows))
 
 
-def _generate(
+def _generate_plainly(
     policy: Policy, prompts: Sequence[Sequence[int]], chances: Tensor, sampling: Sampling, decode_rows: int
 ) -> list[Completion]:
     completions: list[Completion] = []

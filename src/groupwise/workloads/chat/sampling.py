@@ -14,8 +14,10 @@ from torch import Tensor
 
 from groupwise.workloads.chat.engine_config import Sampling
 
-__all__ = ["Drawn", "Sampling", "draw", "kept_tokens", "only_kept", "scaled_logits"]
+__all__ = ["IMPOSSIBLE", "Drawn", "Sampling", "draw", "kept_tokens", "only_kept", "scaled_logits"]
 
+IMPOSSIBLE = -1e4
+"""Stands for log 0 where it is multiplied by a probability of 0."""
 Logits = Float[Tensor, "rows vocabulary"]
 
 
@@ -34,6 +36,11 @@ def draw(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) ->
     """The token at which the distribution function passes `chances` (in [0, 1))."""
     if sampling.temperature == 0:
         return _likeliest(logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        return _drawn(logits, chances, sampling)
+
+
+def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) -> Drawn:
     scaled = scaled_logits(logits, sampling)
     kept = kept_tokens(scaled, sampling)
     if kept is not None:
@@ -44,7 +51,7 @@ def draw(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) ->
     total = reached[:, -1:]
     goal = torch.minimum(chances[:, None].to(reached) * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(reached, goal, right=True)
-    finite = scaled if kept is None else scaled.clamp(min=torch.finfo(scaled.dtype).min)
+    finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
     entropy = log_total[:, 0] - torch.linalg.vecdot(probabilities, finite)
     return Drawn(ids[:, 0], (scaled.gather(1, ids) - log_total)[:, 0], entropy, kept)
 
