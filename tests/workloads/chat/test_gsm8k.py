@@ -1,8 +1,10 @@
 """The recipe chat-gsm8k on a few lines in GSM8K's format and a tiny model saved on the spot, from the command line."""
 
 import json
+import time
 
 import pytest
+from processes import start
 
 from groupwise.cli.main import main
 from groupwise.train.folder import read_lines
@@ -66,3 +68,23 @@ def test_a_broken_line_ends_with_code_2_and_its_number(files, tmp_path, capsys):
     broken = write_lines(tmp_path / "broken.jsonl", [LINES[0], '{"question": "cut sh'])
     assert main(["check", "chat-gsm8k", *words(files, **{"workload.data.train": broken})]) == 2
     assert "broken.jsonl, line 2: it is not JSON" in " ".join(capsys.readouterr().err.split())
+
+
+def test_killed_at_any_moment_and_resumed_it_ends_bit_by_bit_the_same(files, tmp_path):
+    def command(run):
+        others = {"run-dir": tmp_path / run, "steps": 5, "checkpoint-every": 1, "workload.data.held-out": ""}
+        return ["train", "chat-gsm8k", *words(files, **others), "--no-preflight", "--resume"]
+
+    killed = start(*command("killed"))
+    while not list((tmp_path / "killed" / "checkpoints").glob("step-*")):
+        assert killed.poll() is None, killed.communicate()[1][-3000:]
+        time.sleep(0.02)
+    killed.kill()
+    killed.communicate()
+    assert main(command("killed")) == 0
+    assert main(command("straight")) == 0
+    for name in ("policy.safetensors", "optimiser.pt"):
+        straight, resumed = (
+            (tmp_path / run / "checkpoints" / "step-000005" / name).read_bytes() for run in ("straight", "killed")
+        )
+        assert straight == resumed
