@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from groupwise.dist.comm import Comm
 from groupwise.meter.clock import Laps
 from groupwise.meter.memory import used_bytes
 from groupwise.train.config import Config
+from groupwise.train.refill import Tried, keep_first, refill
 from groupwise.train.state import State
 from groupwise.train.update import Comparison, update
 from groupwise.workloads.base import Workload
@@ -39,19 +41,34 @@ def training_steps(workload: Workload, *, state: State, shape: Shape, config: Co
     """Train step after step, from where the state stands to the end."""
     for step in range(state.step, config.steps):
         laps = Laps()
-        placed = place(shape, seed=config.seed, step=step)
+        placed = place(shape, seed=config.seed, step=step, rounds=1 + config.refill)
         rollouts = rollout(workload, placed, comm)
         group_ids = gather_ids(rollouts, placed, comm)
         laps.lap("rollout_s")
         rewards = weigh(gather_rewards(workload, rollouts, comm), config.reward)
         laps.lap("reward_s")
+        dropped: dict[str, float] = {}
+        if config.refill:
+            first = Tried(placed, rollouts, group_ids, rewards)
+            placed, rollouts, group_ids, rewards = refill(first, config, partial(try_out, workload, config, comm))
+            laps.lap("refill_s")
         advantages = group_advantages(rewards.total, group_ids, config.advantage)
-        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape))
+        if config.refill:
+            advantages, dropped = keep_first(advantages, placed)
+        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
         figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm)
         laps.lap("update_s")
+        figures = measure(workload, rollouts, comparison, comm) | dropped | figures
         state.step = step + 1
         samples = describe(workload, rollouts, placed, rewards, advantages, comm, config.run.samples_per_step)
         yield Step(step, summarise(rewards, advantages, figures, laps, comm), samples)
+
+
+def try_out(workload: Workload, config: Config, comm: Comm, placed: Placement) -> Tried:
+    """One further round of a step."""
+    rollouts = rollout(workload, placed, comm)
+    group_ids = gather_ids(rollouts, placed, comm)
+    return Tried(placed, rollouts, group_ids, weigh(gather_rewards(workload, rollouts, comm), config.reward))
 
 
 @torch.no_grad()
@@ -117,9 +134,23 @@ def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm) -> Terms:
     return Terms(values, failures)
 
 
-def share(comm: Comm, shape: Shape) -> slice:
+def measure(workload: Workload, rollouts: Rollouts, comparison: Comparison, comm: Comm) -> dict[str, float]:
+    """The workload's own figures: means over the rows of all ranks that have the number."""
+    with comm.together(f"measures() of {type(workload).__name__}"):
+        found = workload.measures(rollouts, comparison.advantages.values[comparison.mine])
+        for name, column in found.items():
+            if column.shape != (len(rollouts),):
+                raise UserError(
+                    f"measures() returned '{name}' of shape {tuple(column.shape)} for {len(rollouts)} rows: it must be"
+                    " one number a row."
+                )
+    return {name: comm.gather(column.cpu().double()).nanmean().item() for name, column in found.items()}
+
+
+def share(comm: Comm, shape: Shape, rounds: int = 1) -> slice:
     """This rank's seats."""
-    return slice(comm.rank * shape.rollouts_per_rank, (comm.rank + 1) * shape.rollouts_per_rank)
+    seats = shape.rollouts_per_rank * rounds
+    return slice(comm.rank * seats, (comm.rank + 1) * seats)
 
 
 def describe(
@@ -135,7 +166,7 @@ def describe(
     if not wanted:
         return []
     nth = (placed.group - placed.group.min()) * placed.shape.group_size + placed.member
-    mine = share(comm, placed.shape)
+    mine = share(comm, placed.shape, placed.rounds)
     rows = (nth[mine] < wanted).nonzero().flatten()
     seats = rows + mine.start
     with comm.together(f"describe() of {type(workload).__name__}"):

@@ -181,6 +181,7 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
                 complete = state.updates
                 _log(step, folder, trackers, comm)
                 screen.step(step.step, step.figures)
+                screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)
                 stopping = comm.any(stop_asked())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
                     _log_evaluation(setup, folder, trackers, f"step {state.step}")
