@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -46,6 +47,12 @@ class Workload(Protocol):
     def report(self) -> Report | None:
         """All that a finished run should be judged by, for `groupwise eval`: may take minutes. Asked of one rank."""
         return None
+
+    def pictures(self) -> Mapping[str, Callable[[Path], None]]:
+        """What the policy makes of held-out data, by file name: kept in the run folder of every evaluation's moment.
+        Asked of one rank.
+        """
+        return {}
 
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         """What a person would want to see of each row (JSON values), for samples.jsonl."""
