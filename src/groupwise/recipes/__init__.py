@@ -19,6 +19,8 @@ from groupwise.train.config import Config
 RECIPES: dict[str, str] = {
     "controller": "groupwise.recipes.controller:recipe",
     "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
+    "flow": "groupwise.recipes.flow:recipe",
+    "flow-recam": "groupwise.recipes.flow_recam:recipe",
 }
 """Built-in recipes: name to `module:function`."""
 
