@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.core.advantage import group_advantages
+from groupwise.core.advantage import compare
 from groupwise.core.errors import UserError
 from groupwise.core.identity import check_groups
 from groupwise.core.placement import Placement, place
@@ -52,7 +52,7 @@ def training_steps(workload: Workload, *, state: State, shape: Shape, config: Co
             first = Tried(placed, rollouts, group_ids, rewards)
             placed, rollouts, group_ids, rewards = refill(first, config, partial(try_out, workload, config, comm))
             laps.lap("refill_s")
-        advantages = group_advantages(rewards.total, group_ids, config.advantage)
+        advantages = compare(rewards, group_ids, config.advantage)
         if config.refill:
             advantages, dropped = keep_first(advantages, placed)
         comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
@@ -126,12 +126,18 @@ def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm) -> Terms:
                     f"Reward '{name}' has shape {tuple(column.shape)} for {len(rollouts)} rows: it must be one number a"
                     " row."
                 )
+        for name, table in terms.steps.items():
+            if table.shape != rollouts.logp.shape:
+                raise UserError(
+                    f"Reward '{name}' of decisions has shape {tuple(table.shape)} where the rollouts have"
+                    f" {tuple(rollouts.logp.shape)}: it must be one number a decision."
+                )
     values = {name: comm.gather(column.cpu().double()) for name, column in terms.values.items()}
     failures: dict[str, str] = {}
     if comm.any(bool(terms.failures)):
         for found in comm.gather_objects([dict(terms.failures)]):
             failures = found | failures
-    return Terms(values, failures)
+    return Terms(values, failures, {name: comm.gather(table.cpu().double()) for name, table in terms.steps.items()})
 
 
 def measure(workload: Workload, rollouts: Rollouts, comparison: Comparison, comm: Comm) -> dict[str, float]:
@@ -180,7 +186,7 @@ def describe(
             "condition": int(placed.condition[seat]),
             "reward": _number(rewards.total[seat]),
             "rewards": {name: _number(column[seat]) for name, column in rewards.terms.values.items()},
-            "advantage": _number(advantages.values[seat]),
+            "advantage": _plain(advantages.values[seat]),
         }
         for seat, details in zip(seats.tolist(), shown, strict=True)
     ]
@@ -203,6 +209,10 @@ def summarise(
         **dict(zip(laps.seconds, seconds, strict=True)),
         "memory_bytes": memory,
     }
+
+
+def _plain(advantage: Tensor) -> float | list[float | None] | None:
+    return [_number(each) for each in advantage] if advantage.ndim else _number(advantage)
 
 
 def _number(value: Tensor) -> float | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.core.advantage import group_advantages
+from groupwise.core.advantage import compare
 from groupwise.core.placement import Placement, place
 from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages, Rollouts, Terms, concatenate
@@ -46,17 +46,20 @@ def keep_first(advantages: Advantages, placed: Placement) -> tuple[Advantages, d
     with_spread = placed.group[advantages.trained].unique()
     kept = with_spread[: placed.shape.conditions_per_step]
     trained = advantages.trained & torch.isin(placed.group, kept)
-    values = torch.where(trained, advantages.values, torch.zeros_like(advantages.values))
+    values, decisions = advantages.values.clone(), advantages.trained_decisions
+    values[~trained] = 0
     dropped = {
         "groups_tried": float(advantages.groups),
         "groups_dropped_without_spread": float(advantages.groups - len(with_spread)),
         "groups_dropped_beyond_need": float(len(with_spread) - len(kept)),
     }
-    return replace(advantages, values=values, trained=trained), dropped
+    if decisions is not None:
+        decisions = decisions & trained[:, None]
+    return replace(advantages, values=values, trained=trained, trained_decisions=decisions), dropped
 
 
 def _groups_with_spread(tried: Tried) -> int:
-    found = group_advantages(tried.rewards.total, tried.group_ids)
+    found = compare(tried.rewards, tried.group_ids)
     return found.groups - found.zero_spread_groups
 
 
@@ -65,10 +68,11 @@ def _joined(rounds: Sequence[Tried]) -> Tried:
     shape = rounds[0].placed.shape
 
     def join(columns: Sequence[Tensor]) -> Tensor:
-        return torch.cat([column.view(shape.ranks, -1) for column in columns], dim=1).flatten()
+        return torch.cat([column.unflatten(0, (shape.ranks, -1)) for column in columns], dim=1).flatten(0, 1)
 
     placed = [each.placed for each in rounds]
     terms = [each.rewards.terms for each in rounds]
+    own = [each.rewards.by_decision for each in rounds if each.rewards.by_decision is not None]
     return Tried(
         replace(
             placed[0],
@@ -80,7 +84,11 @@ def _joined(rounds: Sequence[Tried]) -> Tried:
         join([each.group_ids for each in rounds]),
         Rewards(
             join([each.rewards.total for each in rounds]),
-            Terms({name: join([each.values[name] for each in terms]) for name in terms[0].values}),
+            Terms(
+                {name: join([each.values[name] for each in terms]) for name in terms[0].values},
+                steps={name: join([each.steps[name] for each in terms]) for name in terms[0].steps},
+            ),
             sum(each.rewards.missing for each in rounds),
+            join(own) if own else None,
         ),
     )
