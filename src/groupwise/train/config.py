@@ -71,10 +71,14 @@ class RunConfig:
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
     preflight: bool = True
     """Check the set-up on the first pass before training."""
+    grow_after: int = 100
+    """When memory ran out and rows_per_pass was halved: steps without a shortage after which it grows again, towards
+    what was set. Each further shortage doubles the wait. 0 for never."""
 
     def __post_init__(self) -> None:
         require_types(self)
-        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "eval_every": 0, "samples_per_step": 0}
+        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "eval_every": 0}
+        least |= {"samples_per_step": 0, "grow_after": 0}
         for name, number in least.items():
             require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
 

@@ -22,6 +22,9 @@ class Workload(Protocol):
     """What is trained: its parameters that require a gradient. In float32 or float64 as you like."""
     conditions: int
     """Size of the dataset."""
+    stage_rows: Mapping[str, int] = {}
+    """Rows taken at a time in a stage ('rollout', 'reward', 'update') for which the workload has a knob of its own,
+    such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out there."""
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Try each row's condition once, without gradient, taking random numbers from `rows` only.
@@ -32,7 +35,10 @@ class Workload(Protocol):
         ...
 
     def rewards(self, rollouts: Rollouts) -> Terms:
-        """Judge the rollouts: one number a row for every named term, NaN where there is none."""
+        """Judge the rollouts: one number a row for every named term, NaN where there is none.
+
+        A row's rewards may depend on its siblings, never on others: when memory runs out, fewer groups come at a time.
+        """
         ...
 
     def score(self, rollouts: Rollouts) -> Scored:
