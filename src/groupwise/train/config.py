@@ -14,6 +14,7 @@ import tyro
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import require, require_types
 from groupwise.core.shape import Shape
+from groupwise.plan.parts import Job
 from groupwise.workloads.base import WorkloadConfig
 
 
@@ -116,6 +117,15 @@ class Config:
     def shape(self, *, conditions: int, ranks: int = 1) -> Shape:
         """The arithmetic of a step; refuses what does not fit."""
         return Shape(conditions, self.conditions_per_step, self.group_size, ranks, self.rows_per_pass, self.placement)
+
+    def job(self, *, ranks: int = 1, sharded: bool = False) -> Job:
+        """The numbers that decide the memory of a run, whatever the dataset's size."""
+        return Job(
+            self.shape(conditions=2 * self.conditions_per_step, ranks=ranks),
+            kl=self.loss.kl > 0,
+            ema=self.optimiser.ema_decay is not None,
+            sharded=sharded,
+        )
 
     @property
     def updates(self) -> int:

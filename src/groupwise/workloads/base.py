@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from groupwise.core.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from groupwise.core.placement import Rows
     from groupwise.core.types import Rollouts, Scored, Terms
+    from groupwise.plan.parts import Job
+    from groupwise.plan.plan import MemoryModel
     from groupwise.workloads.report import Report
 
 
@@ -75,3 +79,13 @@ class WorkloadConfig:
     def build(self, device: torch.device) -> Workload:
         """The workload itself, its policy on the device; the same on every rank."""
         raise NotImplementedError(f"{type(self).__name__} must define build(device)")
+
+    def memory(self) -> MemoryModel | None:
+        """What is known of this workload's memory without building it, in integers; None where nothing is."""
+        return None
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        """Highest bytes of the stages ('rollout', 'update'), by following the real code with fake tensors."""
+        raise UserError(
+            f"{type(self).__name__} has no trace of its memory (its method traced(job)). `--probe` runs a real step."
+        )
