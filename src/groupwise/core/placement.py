@@ -121,15 +121,19 @@ class Placement:
         return torch.bincount(pairs // self.shape.ranks)
 
 
-def place(shape: Shape, *, seed: int, step: int) -> Placement:
-    """The placement of any step, asked for directly."""
-    conditions = conditions_of_step(seed, step, conditions=shape.conditions, per_step=shape.conditions_per_step)
-    seats = _seats(shape, seed, step)
+def place(shape: Shape, *, seed: int, step: int, nth: int = 0, rounds: int = 1) -> Placement:
+    """The placement of any step, asked for directly. A step may have further rounds with conditions of their own: all
+    of its rounds together draw no condition twice.
+    """
+    drawn = conditions_of_step(seed, step, conditions=shape.conditions, per_step=rounds * shape.conditions_per_step)
+    conditions = drawn[nth * shape.conditions_per_step :][: shape.conditions_per_step]
+    first = step * rounds + nth
+    seats = _seats(shape, seed, first)
     _check_is_permutation(seats, shape)
     rollout = torch.empty_like(seats)
     rollout[seats] = torch.arange(shape.rollouts_per_step)
     nth_group, member = rollout // shape.group_size, rollout % shape.group_size
-    group = step * shape.conditions_per_step + nth_group
+    group = first * shape.conditions_per_step + nth_group
     return Placement(shape, seed, step, group, member, conditions[nth_group])
 
 

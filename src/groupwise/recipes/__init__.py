@@ -17,6 +17,8 @@ from groupwise.core.errors import UserError
 from groupwise.train.config import Config
 
 RECIPES: dict[str, str] = {
+    "chat": "groupwise.recipes.chat:recipe",
+    "chat-gsm8k": "groupwise.recipes.chat_gsm8k:recipe",
     "controller": "groupwise.recipes.controller:recipe",
     "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
 }

@@ -12,10 +12,13 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.core.errors import require, require_types
+from groupwise.core.errors import UserError, require, require_types
 from groupwise.core.shape import Shape
 from groupwise.plan.parts import Job
 from groupwise.workloads.base import WorkloadConfig
+
+PLENTY = 10**12
+"""Conditions, where the size of the dataset does not matter."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,8 @@ class RunConfig:
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     samples_per_step: int = 4
     """Rollouts a step that are written to samples.jsonl."""
+    show_samples_every: int = 0
+    """Steps between tables of those rollouts on the screen; 0 shows none."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where to send metrics besides metrics.jsonl."""
     threads: int = 1
@@ -78,8 +83,8 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_types(self)
-        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "eval_every": 0}
-        least |= {"samples_per_step": 0, "grow_after": 0}
+        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1}
+        least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0, "grow_after": 0}
         for name, number in least.items():
             require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
 
@@ -99,6 +104,9 @@ class Config:
     """Rollouts of each condition; they are compared only with each other."""
     rows_per_pass: int = 8
     """Rows that go through the model together. A memory knob: it never changes the result."""
+    refill: int = 0
+    """Rounds of further conditions that a step may roll out while fewer than conditions_per_step groups have spread
+    (dynamic sampling). What is dropped is counted. 0 trains on what there is."""
     placement: str = "whole"
     """Where members run: whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -111,17 +119,27 @@ class Config:
     def __post_init__(self) -> None:
         require_types(self)
         require(self.steps >= 1, "steps", self.steps, "at least 1")
+        require(self.refill >= 0, "refill", self.refill, "0 or more")
         if self.group_size < 2:
             self.shape(conditions=max(self.conditions_per_step, 1))
 
     def shape(self, *, conditions: int, ranks: int = 1) -> Shape:
         """The arithmetic of a step; refuses what does not fit."""
+        reserved = (1 + self.refill) * self.conditions_per_step
+        if self.refill and conditions < 2 * reserved - 1 and conditions % reserved:
+            most = (conditions + 1) // 2 // self.conditions_per_step - 1
+            raise UserError(
+                f"refill is {self.refill}, so a step reserves {1 + self.refill} x conditions_per_step"
+                f" {self.conditions_per_step} = {reserved} conditions, all different, and the dataset holds"
+                f" {conditions}: it must hold a multiple of them, or at least {2 * reserved - 1}. Take refill"
+                f" {max(0, most)} or less."
+            )
         return Shape(conditions, self.conditions_per_step, self.group_size, ranks, self.rows_per_pass, self.placement)
 
     def job(self, *, ranks: int = 1, sharded: bool = False) -> Job:
         """The numbers that decide the memory of a run, whatever the dataset's size."""
         return Job(
-            self.shape(conditions=2 * self.conditions_per_step, ranks=ranks),
+            self.shape(conditions=PLENTY, ranks=ranks),
             kl=self.loss.kl > 0,
             ema=self.optimiser.ema_decay is not None,
             sharded=sharded,

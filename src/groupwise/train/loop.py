@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ from groupwise.meter.memory import Memory, Peak
 from groupwise.train.config import Config
 from groupwise.train.cut import Cut
 from groupwise.train.judging import judge_in_pieces
-from groupwise.train.recovery import Recovery
+from groupwise.train.recovery import Attempt, Recovery
+from groupwise.train.refill import Tried, keep_first, refill
 from groupwise.train.state import State
 from groupwise.train.update import Comparison, update
 from groupwise.workloads.base import Workload
@@ -48,17 +50,26 @@ def training_steps(
     again = recovery.attempt  # in smaller pieces, whenever memory runs out
     for step in range(state.step, config.steps):
         laps, memory = Laps(), Peak(comm.device)
-        placed = place(shape, seed=config.seed, step=step)
+        placed = place(shape, seed=config.seed, step=step, rounds=1 + config.refill)
         rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
         group_ids = gather_ids(rollouts, placed, comm)
         laps.lap("rollout_s")
         terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
         rewards = weigh(terms, config.reward)
         laps.lap("reward_s")
+        dropped: dict[str, float] = {}
+        if config.refill:
+            more = partial(try_out, workload, state=state, config=config, comm=comm, again=again)
+            first = Tried(placed, rollouts, group_ids, rewards)
+            placed, rollouts, group_ids, rewards = refill(first, config, more)
+            laps.lap("refill_s")
         advantages = group_advantages(rewards.total, group_ids, config.advantage)
-        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape))
+        if config.refill:
+            advantages, dropped = keep_first(advantages, placed)
+        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, rollouts))
         figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
         laps.lap("update_s")
+        figures = measure(workload, rollouts, comparison, comm) | dropped | figures
         state.step = step + 1
         samples = describe(workload, rollouts, placed, rewards, advantages, comm, config.run.samples_per_step)
         figures = summarise(rewards, advantages, figures, laps, comm) | recovery.step_done()
@@ -67,6 +78,16 @@ def training_steps(
 
 def _unheard(text: str) -> None:
     """Where nobody listens, metrics.jsonl still tells of every shortage."""
+
+
+def try_out(
+    workload: Workload, placed: Placement, *, state: State, config: Config, comm: Comm, again: Attempt
+) -> Tried:
+    """One further round of a step."""
+    rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
+    group_ids = gather_ids(rollouts, placed, comm)
+    terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
+    return Tried(placed, rollouts, group_ids, weigh(terms, config.reward))
 
 
 @torch.no_grad()
@@ -125,9 +146,22 @@ def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm, cut: Cut 
     return Terms(values, failures)
 
 
-def share(comm: Comm, shape: Shape) -> slice:
-    """This rank's seats."""
-    return slice(comm.rank * shape.rollouts_per_rank, (comm.rank + 1) * shape.rollouts_per_rank)
+def measure(workload: Workload, rollouts: Rollouts, comparison: Comparison, comm: Comm) -> dict[str, float]:
+    """The workload's own figures: means over the rows of all ranks that have the number."""
+    with comm.together(f"measures() of {type(workload).__name__}"):
+        found = workload.measures(rollouts, comparison.advantages.values[comparison.mine])
+        for name, column in found.items():
+            if column.shape != (len(rollouts),):
+                raise UserError(
+                    f"measures() returned '{name}' of shape {tuple(column.shape)} for {len(rollouts)} rows: it must be"
+                    " one number a row."
+                )
+    return {name: comm.gather(column.cpu().double()).nanmean().item() for name, column in found.items()}
+
+
+def share(comm: Comm, rollouts: Rollouts) -> slice:
+    """This rank's seats in what is gathered."""
+    return slice(comm.rank * len(rollouts), (comm.rank + 1) * len(rollouts))
 
 
 def describe(
@@ -143,7 +177,7 @@ def describe(
     if not wanted:
         return []
     nth = (placed.group - placed.group.min()) * placed.shape.group_size + placed.member
-    mine = share(comm, placed.shape)
+    mine = share(comm, rollouts)
     rows = (nth[mine] < wanted).nonzero().flatten()
     seats = rows + mine.start
     with comm.together(f"describe() of {type(workload).__name__}"):

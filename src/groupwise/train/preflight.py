@@ -39,7 +39,7 @@ def preflight(
 ) -> list[Check]:
     """Try one pass of the coming step and look at it from all sides. Nothing of the run is changed."""
     buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
-    placed = place(shape, seed=config.seed, step=state.step)
+    placed = place(shape, seed=config.seed, step=state.step, rounds=1 + config.refill)
     checks = [_shapes_divide(shape), _parameters_agree(state, comm)]
     checks += [Check("to know", True, note) for note in workload.notes()]
     rollouts = again("rollout", rollout, workload, placed, comm, state.cut)

@@ -209,6 +209,7 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery) 
                 complete = state.updates
                 _log(step, folder, trackers, comm)
                 screen.step(step.step, step.figures, step.memory)
+                screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)
                 stopping = comm.any(stop_asked())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
                     _log_evaluation(setup, folder, trackers, f"step {state.step}")

@@ -6,13 +6,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from groupwise.meter.memory import Memory, readable
+from groupwise.train.loop import Step
 from groupwise.train.preflight import Check
 
 
@@ -36,6 +38,7 @@ class Screen:
         )
         self._task = self._progress.add_task("train", total=steps, figures="")
         self._last = time.perf_counter()
+        self._alarmed = False
 
     def __enter__(self) -> Self:
         self._progress.start()
@@ -58,6 +61,14 @@ class Screen:
         if not self._live and ((step + 1) % self._every == 0 or step in (0, self._steps - 1)):
             self.say(f"step {step + 1}/{self._steps}  {line}")
 
+    def look(self, step: Step, alarm: str | None, *, samples_every: int) -> None:
+        """Now and then what the step's first rollouts were; an alarm, unless the step before had one too."""
+        if step.samples and samples_every and step.step % samples_every == 0:
+            self.console.print(sample_table(step.samples))
+        if alarm and not self._alarmed:
+            self.warn(f"Step {step.step + 1}: {alarm}")
+        self._alarmed = bool(alarm)
+
     def begin_at(self, step: int) -> None:
         """A resumed run has some steps behind it, which say nothing about its speed."""
         self._progress.reset(self._task, completed=step, figures="")
@@ -76,6 +87,27 @@ def _memory(memory: Memory) -> str:
     """Peak, share of the device and, where there is one, how far the plan was off."""
     text = f"memory {readable(memory.peak)} ({memory.utilisation:.0%})"
     return text if memory.error is None else f"{text}, planned {readable(memory.predicted or 0)} ({memory.error:+.0%})"
+
+
+_NUMBERED = ("step", "group", "member", "condition", "reward", "rewards", "advantage")
+
+
+def sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
+    """One line a rollout: what the workload's describe() says of it, then its rewards."""
+    told = [name for name in samples[0] if name not in _NUMBERED]
+    terms = list(samples[0]["rewards"])
+    table = Table(title=f"Samples of step {samples[0]['step']}", title_justify="left", pad_edge=False)
+    for name in told:
+        table.add_column(name, overflow="fold", max_width=44)
+    for name in (*terms, *(["reward"] if len(terms) > 1 else []), "advantage"):
+        table.add_column(name, justify="right")
+    for sample in samples:
+        earned = [sample["rewards"][name] for name in terms] + ([sample["reward"]] if len(terms) > 1 else [])
+        table.add_row(
+            *(Text(str(sample[name])) for name in told),
+            *("missing" if number is None else f"{number:.3g}" for number in (*earned, sample["advantage"])),
+        )
+    return table
 
 
 def check_table(checks: Sequence[Check]) -> Table:

@@ -40,9 +40,16 @@ class Batch:
     """Which of the rank's rows they are."""
     totals: Totals
 
-    def passes(self, rows_per_pass: int) -> Iterator[tuple[Rollouts, Tensor]]:
-        """Cuts of the batch, and the numbers of their rows in it."""
-        for rows in torch.arange(len(self.rows)).split(rows_per_pass) if len(self.rows) else ():
+    def passes(self, workload: Workload, rows_per_pass: int) -> Iterator[tuple[Rollouts, Tensor]]:
+        """Cuts of the batch as the workload wants them, and the numbers of their rows in it."""
+        cuts = list(workload.passes(self.rollouts, rows_per_pass)) if len(self.rows) else []
+        every = torch.cat(cuts).sort().values if cuts else torch.arange(0)
+        if not torch.equal(every, torch.arange(len(self.rows))):
+            raise UserError(
+                f"passes() of {type(workload).__name__} returned {len(every)} rows for {len(self.rows)}: every row must"
+                " be in exactly one pass."
+            )
+        for rows in cuts:
             yield self.rollouts.select(rows), rows
 
 
@@ -81,7 +88,7 @@ def accumulate(
     sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_share"), 0.0)
     highest, lowest = -math.inf, math.inf
     with comm.together(f"score() of {type(workload).__name__}"):
-        for part, rows in batch.passes(state.cut.rows_per_pass):
+        for part, rows in batch.passes(workload, state.cut.rows_per_pass):
             scored = workload.score(part)
             loss, parts = loss_of_pass(scored, part, strengths[rows], batch.totals, config.loss)
             loss.backward()
@@ -142,7 +149,7 @@ def _logp_of_rows(workload: Workload, batch: Batch, rows_per_pass: int, comm: Co
     logp = batch.rollouts.logp.clone()
     if not fresh:
         with comm.together(f"score() of {type(workload).__name__}"):
-            for part, rows in batch.passes(rows_per_pass):
+            for part, rows in batch.passes(workload, rows_per_pass):
                 logp[rows] = workload.score(part).logp.to(logp)
     return logp.masked_fill(~batch.rollouts.mask, 0).sum(1).cpu().double()
 

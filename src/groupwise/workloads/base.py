@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,7 +10,7 @@ from groupwise.core.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from groupwise.core.placement import Rows
     from groupwise.core.types import Rollouts, Scored, Terms
@@ -49,12 +49,33 @@ class Workload(Protocol):
         """Log-probabilities of the same decisions under the present policy, with gradient."""
         ...
 
+    def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
+        """Numbers of the rows that `score` gets together, pass after pass; at most `rows_per_pass` of them at a time.
+
+        The rows are those of this rank that are trained. Cutting and order are a matter of memory and speed only.
+        """
+        import torch
+
+        return torch.arange(len(rollouts)).split(rows_per_pass)
+
     def evaluate(self) -> Mapping[str, float]:
         """Named figures on held-out data. Runs alike on every rank; the policy may hold averaged weights meanwhile."""
         return {}
 
     def report(self) -> Report | None:
         """All that a finished run should be judged by, for `groupwise eval`: may take minutes. Asked of one rank."""
+        return None
+
+    def measures(self, rollouts: Rollouts, advantages: Tensor) -> Mapping[str, Tensor]:
+        """Named numbers, one a row (NaN where a row has none), whose means over the whole step go into metrics.jsonl.
+
+        The same names on every rank.
+        """
+        return {}
+
+    def alarm(self, figures: Mapping[str, float]) -> str | None:
+        """A sentence to warn with if a step's figures, those of metrics.jsonl, say that something is wrong; raise
+        UserError to stop the run there instead."""
         return None
 
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:

@@ -1,0 +1,19 @@
+"""Chat on the embedded model: sums in a dialogue, answered at once or worked out; the reward is the right number."""
+
+from __future__ import annotations
+
+from groupwise.train.config import Config, OptimiserConfig, RunConfig
+from groupwise.workloads.chat.config import ChatConfig
+from groupwise.workloads.chat.engine_config import Sampling
+
+
+def recipe() -> Config:
+    return Config(
+        ChatConfig(sampling=Sampling(max_new_tokens=64)),
+        steps=60,
+        conditions_per_step=16,
+        group_size=8,
+        rows_per_pass=128,
+        optimiser=OptimiserConfig(learning_rate=3e-4, schedule="linear", warmup_updates=3),
+        run=RunConfig(show_samples_every=30),
+    )

@@ -1,0 +1,1 @@
+"""Chat: a prompt is a condition, a token a decision."""

@@ -1,0 +1,134 @@
+"""The settings of the chat workload. No torch here: `--help` answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from groupwise.core.errors import UserError, require, require_types
+from groupwise.workloads.base import WorkloadConfig
+from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+
+if TYPE_CHECKING:
+    import torch
+
+    from groupwise.workloads.chat.workload import ChatWorkload
+
+EMBEDDED = "arithmetic"
+"""Name of the embedded model, and of its questions."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the prompts come from, and what is done with those that cannot be used."""
+
+    train: str = EMBEDDED
+    """Prompts to train on: a JSONL file, a folder that `datasets` saved, or 'arithmetic', which is embedded."""
+    held_out: str = EMBEDDED
+    """Prompts to evaluate on, of the same forms; empty for none."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a text, a list of messages, or a list of token ids, which are used as they are."""
+    system: str = ""
+    """System message put before every prompt that is text or messages; empty for none."""
+    template: Literal["chat", "none"] = "chat"
+    """chat: the tokenizer's chat template (a text is what the user says). none: a text is encoded as it stands."""
+    longest_prompt: int | None = None
+    """Most tokens of a prompt; None for what the model allows besides sampling.max_new_tokens."""
+    bad_rows: Literal["refuse", "drop"] = "refuse"
+    """A broken line, a missing column, an empty or overlong prompt: refuse the dataset, naming the first one, or drop
+    such rows, counted and shown before training. Nothing is ever cut short."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "data.")
+        require(bool(self.train), "data.train", repr(self.train), "a JSONL file, a datasets folder, or 'arithmetic'")
+        longest = self.longest_prompt
+        require(longest is None or longest >= 1, "data.longest_prompt", longest, "1 or more, or None")
+
+
+@dataclass(frozen=True)
+class JudgeConfig:
+    """Which rewards are asked. Their weights are set with --reward.weights NAME WEIGHT."""
+
+    functions: tuple[str, ...] = ("numeric",)
+    """numeric (the number after #### or in a \\boxed{}), exact, regex, length, or functions of your own as
+    module:function with TRL's signature, sync or async."""
+    answer_column: str = "answer"
+    """Column with the right answer, for numeric and exact."""
+    pattern: str = ""
+    """What regex looks for in a completion: 1 where it is found, 0 where not."""
+    longest: int | None = None
+    """For length: 1 up to half as many tokens, falling to 0 at this many. None takes sampling.max_new_tokens."""
+    seconds: float = 60.0
+    """Time limit of one call for one step's rows. Rewards that are not there by then are missing, not zero."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "judge.")
+        require(bool(self.functions), "judge.functions", self.functions, "at least one name")
+        require(self.longest is None or self.longest >= 2, "judge.longest", self.longest, "2 or more, or None")
+        require(self.seconds > 0, "judge.seconds", self.seconds, "above 0")
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """How a policy is judged on held-out prompts. A completion passes when the first reward reaches pass_from."""
+
+    questions: int | None = 256
+    """The first so many held-out prompts; None for all."""
+    samples: int = 4
+    """Completions of each prompt while training (before, after, --eval-every), sampled as in training."""
+    report_samples: int = 16
+    """Completions of each prompt in `groupwise eval`: pass@k is estimated for k up to this number."""
+    pass_from: float = 1.0
+    """What the first reward must reach for a completion to count as passed."""
+    seed: int = 0
+    """Decides the random numbers of evaluations: the same ones each time, so that runs can be compared."""
+    baseline: bool = True
+    """Let `groupwise eval` judge the policy as it was before training, too."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "eval.")
+        require(self.questions is None or self.questions >= 1, "eval.questions", self.questions, "1 or more, or None")
+        for name in ("samples", "report_samples"):
+            require(getattr(self, name) >= 1, f"eval.{name}", getattr(self, name), "at least 1")
+
+
+@dataclass(frozen=True)
+class ChatConfig(WorkloadConfig):
+    """GRPO for a language model: prompts, completions, rewards."""
+
+    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(model=EMBEDDED))
+    """policy.model 'arithmetic' is the embedded one."""
+    data: DataConfig = field(default_factory=DataConfig)
+    sampling: Sampling = field(default_factory=Sampling)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens that end a completion besides the tokenizer's end-of-sequence token and the model's own list."""
+    decode_rows: int = 256
+    """Most rows that are decoded at once: a memory knob that changes no result."""
+    tokens_per_pass: int | None = None
+    """Most tokens in one pass of training, besides rows_per_pass rows: a memory knob for answers of very different
+    lengths that changes no result. None for no limit."""
+    mask_truncated: bool = False
+    """Leave completions that reached max_new_tokens out of the loss; they still count in their group's comparison."""
+    truncation_alarm: float = 0.9
+    """Share of truncated completions from which a step raises the alarm."""
+    when_all_truncated: Literal["warn", "stop"] = "warn"
+    """What that alarm does."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "workload.")
+        require(0 < self.truncation_alarm <= 1, "truncation_alarm", self.truncation_alarm, "above 0 and at most 1")
+        require(self.decode_rows >= 1, "decode_rows", self.decode_rows, "at least 1")
+        tokens = self.tokens_per_pass
+        require(tokens is None or tokens >= 1, "tokens_per_pass", tokens, "1 or more, or None")
+        if self.sampling.temperature == 0:
+            raise UserError(
+                "sampling.temperature is 0: all members of a group would be equal, so there is nothing to compare."
+                " Take one above 0 (1 is usual); evaluation shows greedy answers beside sampled ones anyway."
+            )
+
+    def build(self, device: torch.device) -> ChatWorkload:
+        from groupwise.workloads.chat.build import build
+
+        return build(self, device)

@@ -1,0 +1,146 @@
+"""One token a row, against prompts that are stored once per group and the tokens that each row drew itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int64
+from torch import Tensor
+
+from groupwise.workloads.chat.kernels import attend, merge
+
+_FIRST_PLACES = 32  # of a row's own cache; doubled when they are full
+
+
+class OwnCache:
+    """Keys and values of the tokens that rows drew, [seats, key heads, places, width] in each layer."""
+
+    def __init__(self, seats: int, most_places: int):
+        self.seats, self.most_places = seats, most_places
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def write(self, layer: int, seats: Tensor, places: Tensor, new: tuple[Tensor, Tensor], used: int) -> list[Tensor]:
+        """Put one token a row into its place; returns all keys and values of the rows so far."""
+        stored = self._with_places(layer, new, used)
+        for cache, each in zip(stored, new, strict=True):
+            cache[seats, :, places] = each[:, :, 0]
+        return [cache[: len(seats), :, :used] for cache in stored]
+
+    def move(self, source: int, target: int, used: int) -> None:
+        """A row changes its seat."""
+        for stored in self.layers.values():
+            for cache in stored:
+                cache[target, :, :used] = cache[source, :, :used]
+
+    def _with_places(self, layer: int, new: tuple[Tensor, Tensor], used: int) -> tuple[Tensor, Tensor]:
+        stored = self.layers.get(layer)
+        if stored is not None and stored[0].shape[2] >= used:
+            return stored
+        places = min(self.most_places, max(_FIRST_PLACES, 2 * used if stored else used))
+        grown = []
+        for nth, each in enumerate(new):
+            cache = each.new_zeros(self.seats, each.shape[1], places, each.shape[3])
+            if stored is not None:
+                cache[:, :, : stored[nth].shape[2]] = stored[nth]
+            grown.append(cache)
+        self.layers[layer] = (grown[0], grown[1])
+        return self.layers[layer]
+
+
+class PromptCache:
+    """Keys and values of the prompts in flight, each once: [prompts, key heads, longest, width] in each layer."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        self.lengths: list[int] = []
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.bias: Tensor | None = None
+
+    def change(self, leaving: set[int], entering: Sequence[tuple[int, int, dict[int, tuple[Tensor, Tensor]]]]) -> None:
+        """Some prompts leave; others enter: (number, length, keys and values [key heads, length, width] by layer)."""
+        old = [nth for nth, number in enumerate(self.numbers) if number not in leaving]
+        layers = list(self.layers or entering[0][2]) if old or entering else []
+        lengths = [self.lengths[nth] for nth in old] + [length for _, length, _ in entering]
+        changed: dict[int, tuple[Tensor, Tensor]] = {}
+        for layer in layers:
+            pieces = [tuple(each[nth, :, : self.lengths[nth]] for each in self.layers[layer]) for nth in old]
+            pieces += [new[layer] for _, _, new in entering]
+            changed[layer] = (_stacked([piece[0] for piece in pieces]), _stacked([piece[1] for piece in pieces]))
+        self.numbers = [self.numbers[nth] for nth in old] + [number for number, _, _ in entering]
+        self.lengths, self.layers, self.bias = lengths, changed, None
+        if lengths and min(lengths) < max(lengths):
+            keys = changed[layers[0]][0]
+            absent = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
+            self.bias = torch.zeros(absent.shape).masked_fill(absent, -torch.inf)[:, None, None].to(keys)
+
+
+def _stacked(pieces: Sequence[Tensor]) -> Tensor:
+    longest = max(piece.shape[1] for piece in pieces)
+    stacked = pieces[0].new_zeros(len(pieces), pieces[0].shape[0], longest, pieces[0].shape[2])
+    for nth, piece in enumerate(pieces):
+        stacked[nth, :, : piece.shape[1]] = piece
+    return stacked
+
+
+class Decoding:
+    """The layout of one decoding step: which row sits where, and which prompt it follows."""
+
+    def __init__(
+        self, own: OwnCache, prompts: PromptCache, prompt_of_seat: Sequence[int], drawn: Int64[Tensor, " rows"]
+    ):
+        self.own, self.prompts = own, prompts
+        self.places = drawn
+        """How many tokens each row has in its cache before this step: where its new one goes."""
+        self.seats = torch.arange(len(drawn), device=drawn.device)
+        self.used = int(drawn.max()) + 1
+        self.own_bias: Tensor | None = None
+        if int(drawn.min()) + 1 < self.used:
+            absent = torch.arange(self.used, device=drawn.device)[None] > drawn[:, None]
+            self.own_bias = torch.zeros(absent.shape, device=drawn.device).masked_fill(absent, -torch.inf)[
+                :, None, None
+            ]
+        self.table, self.back = _seats_by_prompt(prompts.numbers, prompt_of_seat, drawn.device)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """See `attention.Layout`: [rows, heads, 1, width]."""
+        rows, heads, _, width = query.shape
+        folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share keys become queries of one head
+        keys, values = self.own.write(layer, self.seats, self.places, (key, value), self.used)
+        bias = None if self.own_bias is None else self.own_bias.to(query.dtype)
+        own = attend(folded, keys, values, scale=scale, bias=bias)
+        prompt = self._attend_prompts(layer, folded, scale)
+        return merge(*prompt, *own).reshape(rows, 1, heads, width)
+
+    def _attend_prompts(self, layer: int, folded: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """The queries of a prompt's rows stand together, so its keys are read once for all of them."""
+        by_prompt = (
+            folded[self.table] if self.table is not None else folded.unflatten(0, (len(self.prompts.numbers), -1))
+        )
+        prompts, members, key_heads, served, width = by_prompt.shape
+        query = by_prompt.transpose(1, 2).reshape(prompts, key_heads, members * served, width)
+        out, lse = attend(query, *self.prompts.layers[layer], scale=scale, bias=self.prompts.bias)
+        out = out.unflatten(2, (members, served)).transpose(1, 2).flatten(0, 1)
+        lse = lse.unflatten(2, (members, served)).transpose(1, 2).flatten(0, 1)
+        return (out, lse) if self.back is None else (out[self.back], lse[self.back])
+
+
+def _seats_by_prompt(
+    numbers: Sequence[int], prompt_of_seat: Sequence[int], device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Seats as a table [prompts, most members] (a shorter line repeats its first seat), and each seat's place in it.
+
+    None for both where the seats stand in that order already.
+    """
+    lines: dict[int, list[int]] = {number: [] for number in numbers}
+    for seat, number in enumerate(prompt_of_seat):
+        lines[number].append(seat)
+    widest = max(map(len, lines.values()))
+    table = [line + [line[0]] * (widest - len(line)) for line in lines.values()]
+    if [seat for line in table for seat in line] == list(range(len(prompt_of_seat))):
+        return None, None
+    back = [0] * len(prompt_of_seat)
+    for nth, line in enumerate(lines.values()):
+        for place, seat in enumerate(line):
+            back[seat] = nth * widest + place
+    return torch.tensor(table, device=device), torch.tensor(back, device=device)

@@ -1,0 +1,90 @@
+"""Completions of held-out prompts, judged: what the policy does now."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from groupwise.core.placement import Rows
+from groupwise.core.randomness import random_bits
+from groupwise.workloads.chat.completion import Completion
+from groupwise.workloads.chat.pass_at import mean_pass_at, powers_up_to
+from groupwise.workloads.chat.prompts import Prompts
+
+if TYPE_CHECKING:
+    from groupwise.workloads.chat.workload import ChatWorkload
+
+_SALT = 0x6576616C  # "eval": keeps these random numbers apart from those of training
+
+
+@dataclass(frozen=True)
+class Exam:
+    """`samples` completions of each question, row after row of [questions, samples]."""
+
+    questions: int
+    samples: int
+    completions: list[Completion]
+    terms: Mapping[str, Tensor]
+    passed: Tensor
+    """[questions, samples]; a missing reward has not passed."""
+
+    @property
+    def counts(self) -> list[int]:
+        """How many samples of each question passed."""
+        return self.passed.sum(1).tolist()
+
+    def pass_at(self) -> dict[int, tuple[float, float]]:
+        """pass@k and its standard error over questions, for 1, 2, 4, ... samples."""
+        return {k: mean_pass_at(k, samples=self.samples, passed=self.counts) for k in powers_up_to(self.samples)}
+
+    @property
+    def truncated_share(self) -> float:
+        return sum(not completion.stopped for completion in self.completions) / len(self.completions)
+
+    def mean_tokens(self, wanted: Tensor | None = None) -> float:
+        """Of all completions, or of some of them; NaN where there is none."""
+        tokens = torch.tensor([float(len(completion)) for completion in self.completions])
+        return (tokens if wanted is None else tokens[wanted.flatten()]).mean().item()
+
+
+def sit(workload: ChatWorkload, prompts: Prompts, *, samples: int, greedy: bool = False) -> Exam:
+    """Complete the first `eval.questions` prompts `samples` times each, and judge the completions.
+
+    Random numbers depend on eval.seed, question and sample alone: the same each time, on every rank.
+    """
+    config = workload.config.eval
+    questions = min(len(prompts), config.questions or len(prompts))
+    of_row = torch.arange(questions).repeat_interleave(samples)
+    rows = Rows(
+        seed=int(random_bits(_SALT, config.seed)),
+        step=0,
+        rows_per_pass=len(of_row),
+        group=of_row,
+        member=torch.arange(samples).repeat(questions),
+        condition=of_row,
+    )
+    sampling = workload.parts.sampling
+    rollouts = workload.complete(prompts, rows, replace(sampling, temperature=0.0) if greedy else sampling)
+    terms = workload.judged(prompts, rollouts).values
+    first = next(iter(terms.values()))
+    passed = (first >= config.pass_from).view(questions, samples)
+    return Exam(questions, samples, rollouts.data["completion"], terms, passed)
+
+
+def quick_figures(workload: ChatWorkload) -> dict[str, float]:
+    """For evaluations while training: means of every reward, sampled and greedy, and pass@k."""
+    if workload.parts.held_out is None:
+        return {}
+    sampled = sit(workload, workload.parts.held_out, samples=workload.config.eval.samples)
+    greedy = sit(workload, workload.parts.held_out, samples=1, greedy=True)
+    return {
+        **{f"{name}, sampled": values.nanmean().item() for name, values in sampled.terms.items()},
+        **{f"{name}, greedy": values.nanmean().item() for name, values in greedy.terms.items()},
+        **{f"pass@{k}": value for k, (value, _) in sampled.pass_at().items() if k > 1},
+        "tokens": sampled.mean_tokens(),
+        "truncated share": sampled.truncated_share,
+    }

@@ -1,0 +1,67 @@
+"""Attention that also tells its log-sum-exp, so that parts over different keys can be merged exactly.
+
+Softmax over two sets of keys: out = sum_i exp(lse_i - lse) out_i, with lse = log sum_i exp(lse_i). The gradient of each
+part is that of attention with the *merged* output and log-sum-exp, since its probabilities are exp(score - lse).
+On the CPU these are torch's own flash kernels; elsewhere plain products, which any device has.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Queries = Float[Tensor, "batch heads queries width"]
+Keys = Float[Tensor, "batch key_heads keys width"]
+LogSumExp = Float[Tensor, "batch heads queries"]
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attend(
+    query: Queries, key: Keys, value: Keys, *, scale: float, causal: bool = False, bias: Tensor | None = None
+) -> tuple[Queries, LogSumExp]:
+    """Attention and its log-sum-exp. Fewer key heads than heads: each serves heads / key_heads neighbours.
+
+    `bias` is added to the scores (minus infinity hides a key) and broadcasts to [batch, heads, queries, keys].
+    """
+    if query.device.type == "cpu":
+        return _flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+    return attend_by_products(query, key, value, scale=scale, causal=causal, bias=bias)
+
+
+def attend_backward(
+    grad: Queries,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    merged: tuple[Queries, LogSumExp],
+    *,
+    scale: float,
+    causal: bool,
+) -> tuple[Queries, Keys, Keys]:
+    """Gradients of query, key and value of one part, from the gradient of the merged output (CPU)."""
+    out, lse = merged
+    return _flash_backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+
+
+def attend_by_products(
+    query: Queries, key: Keys, value: Keys, *, scale: float, causal: bool = False, bias: Tensor | None = None
+) -> tuple[Queries, LogSumExp]:
+    """The same by plain products, in float32 at least."""
+    served = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(served, 1), value.repeat_interleave(served, 1)
+    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
+    if bias is not None:
+        scores = scores + bias
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse
+
+
+def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
+    """Attention over two sets of keys, from attention over each; outputs have one axis more than log-sum-exps."""
+    return torch.lerp(first, second, torch.sigmoid(second_lse - first_lse)[..., None].to(first.dtype))

@@ -1,0 +1,126 @@
+"""Rewards by name, or functions of a user's own, all with TRL's signature."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.chat.answers import given_number, right_number
+from groupwise.workloads.chat.config import JudgeConfig
+from groupwise.workloads.chat.table import BadRowError, Row
+from groupwise.workloads.judge import RewardFunction
+from groupwise.workloads.limits import limited
+
+Texts = Sequence[Any]
+_WITH_ANSWER = ("numeric", "exact")
+
+
+def reward_functions(config: JudgeConfig, *, max_new_tokens: int) -> dict[str, RewardFunction]:
+    """The functions by the name that their rewards are logged and weighted under, each with its time limit."""
+    makers: Mapping[str, Callable[[], RewardFunction]] = {
+        "numeric": lambda: _numeric(config.answer_column),
+        "exact": lambda: _exact(config.answer_column),
+        "regex": lambda: _regex(config.pattern),
+        "length": lambda: _length(config.longest or max_new_tokens),
+    }
+    found: dict[str, RewardFunction] = {}
+    for spec in config.functions:
+        name = spec.rpartition(":")[2]
+        if name in found:
+            raise UserError(
+                f"judge.functions names two rewards '{name}': each is logged by its name. Name one of them otherwise."
+            )
+        found[name] = limited(makers[spec]() if spec in makers else own_function(spec, makers), config.seconds)
+    return found
+
+
+def required_columns(config: JudgeConfig) -> tuple[str, ...]:
+    """What every row of the dataset must have for these rewards."""
+    return (config.answer_column,) if set(config.functions) & set(_WITH_ANSWER) else ()
+
+
+def check_answer(row: Row, config: JudgeConfig) -> None:
+    """Refuse a row whose right answer no completion could ever match."""
+    if "numeric" in config.functions and right_number(str(row[config.answer_column])) is None:
+        raise BadRowError(
+            "without a number",
+            f"column '{config.answer_column}' is {str(row[config.answer_column])[-60:]!r}, in which the reward"
+            " 'numeric' finds no number: give it as '#### 42', '\\boxed{42}' or '42'.",
+        )
+
+
+def own_function(spec: str, known: Mapping[str, Any]) -> RewardFunction:
+    """A user's function by `module:function`; the present folder is looked in too."""
+    module, _, name = spec.partition(":")
+    if not name:
+        raise UserError(
+            f"judge.functions names '{spec}': it must be one of {', '.join(known)}, or a function of your own, written"
+            " as 'module:function'."
+        )
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UserError(
+            f"judge.functions names '{spec}', which cannot be imported ({error}). Check the spelling, and that the"
+            " module is on PYTHONPATH or in this folder."
+        ) from error
+    if not callable(function):
+        raise UserError(f"judge.functions names '{spec}', which is {type(function).__name__} and cannot be called.")
+    return function
+
+
+def text_of(completion: Any) -> str:
+    """What was said, whether the completion is a text or a list of messages."""
+    if isinstance(completion, str):
+        return completion
+    return "".join(str(message["content"]) for message in completion)
+
+
+def _numeric(column: str) -> RewardFunction:
+    def numeric(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        right = [right_number(str(answer)) for answer in columns[column]]
+        return [float(given_number(text_of(said)) == number) for said, number in zip(completions, right, strict=True)]
+
+    return numeric
+
+
+def _exact(column: str) -> RewardFunction:
+    def exact(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        answers = (str(answer).strip() for answer in columns[column])
+        return [float(text_of(said).strip() == answer) for said, answer in zip(completions, answers, strict=True)]
+
+    return exact
+
+
+def _regex(pattern: str) -> RewardFunction:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"judge.pattern is {pattern!r}, which is not a regular expression: {error}.") from error
+    if not pattern:
+        raise UserError(
+            "judge.pattern is empty, and the reward 'regex' needs one: give it with --workload.judge.pattern."
+        )
+
+    def found(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
+        return [float(compiled.search(text_of(said)) is not None) for said in completions]
+
+    return found
+
+
+def _length(longest: int) -> RewardFunction:
+    """1 up to half of `longest` tokens, then falling in a straight line to 0 at `longest`."""
+
+    def length(
+        prompts: Texts, completions: Texts, completion_ids: Sequence[Sequence[int]], **columns: Any
+    ) -> list[float]:
+        return [min(1.0, max(0.0, 2 - 2 * len(ids) / longest)) for ids in completion_ids]
+
+    return length

@@ -1,0 +1,93 @@
+"""Drawing tokens: the inverse of the distribution function at a keyed random number.
+
+The same (seed, step, group, member, decision) picks the same token whoever stands beside it in the batch. What is
+stored is the log-probability in the distribution that was sampled from, after temperature, top-k and top-p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from groupwise.workloads.chat.engine_config import Sampling
+
+__all__ = ["IMPOSSIBLE", "Drawn", "Sampling", "draw", "kept_tokens", "only_kept", "scaled_logits"]
+
+IMPOSSIBLE = -1e4
+"""Stands for log 0 where it is multiplied by a probability of 0."""
+Logits = Float[Tensor, "rows vocabulary"]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """One token a row."""
+
+    ids: Int64[Tensor, " rows"]
+    logp: Float[Tensor, " rows"]
+    entropy: Float[Tensor, " rows"]
+    kept: Int64[Tensor, " rows"] | None
+    """How many tokens had a chance; None where all had."""
+
+
+def draw(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) -> Drawn:
+    """The token at which the distribution function passes `chances` (in [0, 1))."""
+    if sampling.temperature == 0:
+        return _likeliest(logits)
+    with torch.autocast(logits.device.type, enabled=False):
+        return _drawn(logits, chances, sampling)
+
+
+def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) -> Drawn:
+    scaled = scaled_logits(logits, sampling)
+    kept = kept_tokens(scaled, sampling)
+    if kept is not None:
+        scaled = only_kept(scaled, kept)
+    log_total = scaled.logsumexp(-1, keepdim=True)
+    probabilities = (scaled - log_total).exp_()
+    reached = probabilities.cumsum(-1)
+    total = reached[:, -1:]
+    goal = torch.minimum(chances[:, None].to(reached) * total, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(reached, goal, right=True)
+    finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
+    entropy = log_total[:, 0] - torch.linalg.vecdot(probabilities, finite)
+    return Drawn(ids[:, 0], (scaled.gather(1, ids) - log_total)[:, 0], entropy, kept)
+
+
+def scaled_logits(logits: Logits, sampling: Sampling) -> Logits:
+    """Logits over the temperature, in float32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+
+
+def kept_tokens(scaled: Logits, sampling: Sampling) -> Int64[Tensor, " rows"] | None:
+    """How many of the likeliest tokens top-k and top-p leave; a tie at the edge stays in. None where all stay."""
+    if not sampling.truncates:
+        return None
+    ordered = scaled.topk(min(sampling.top_k or scaled.shape[1], scaled.shape[1])).values
+    count = torch.full((len(scaled), 1), ordered.shape[1], device=scaled.device)
+    if sampling.top_p is not None:
+        probabilities = ordered.softmax(-1)
+        before = probabilities.cumsum(-1) - probabilities
+        count = (before < sampling.top_p).sum(-1, keepdim=True)
+    return (scaled >= ordered.gather(1, count - 1)).sum(-1)
+
+
+def only_kept(scaled: Logits, kept: Int64[Tensor, " rows"], taken: Int64[Tensor, " rows"] | None = None) -> Logits:
+    """Minus infinity for all but the `kept` likeliest tokens and the one that was taken.
+
+    The number of kept tokens belongs to the decision and stays as it was. Under other weights a taken token may fall
+    out of the likeliest: it counts all the same, else its ratio would have no gradient to come back by.
+    """
+    edge = scaled.topk(int(kept.max())).values.gather(1, kept[:, None] - 1)
+    out = scaled < edge
+    if taken is not None:
+        out.scatter_(1, taken[:, None], False)
+    return scaled.masked_fill(out, -torch.inf)
+
+
+def _likeliest(logits: Logits) -> Drawn:
+    ids = logits.argmax(-1)
+    certain = torch.zeros(len(ids), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
+    return Drawn(ids, certain, certain, None)

@@ -1,0 +1,105 @@
+"""Log-probabilities of completions under the present weights, with gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from groupwise.core.errors import require
+from groupwise.core.types import Scored
+from groupwise.workloads.chat.completion import Completion, padded
+from groupwise.workloads.chat.head import token_logps
+from groupwise.workloads.chat.packed import Packed, pack
+from groupwise.workloads.chat.plain import score_plainly
+from groupwise.workloads.chat.policy import Policy
+from groupwise.workloads.chat.sampling import Sampling
+
+Prompts = Sequence[Sequence[int]]
+TokensOfRows = tuple[list[Tensor], list[Tensor]]
+
+
+def score(
+    policy: Policy,
+    prompts: Prompts,
+    prompt_of_row: Sequence[int],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+    *,
+    width: int | None = None,
+    reference: bool = False,
+) -> Scored:
+    """Tables of [rows, longest completion, or `width` if that is wider], 0 where a row has no token; on the CPU.
+
+    `sampling` is that of the rollout: a token is scored in the distribution it was drawn from. `reference` asks for the
+    reference's log-probabilities too (policy.reference must not be 'none'). One call is one pass; `passes.cut_into_passes`
+    says which rows to put into it.
+    """
+    assert len(prompt_of_row) == len(completions), "a prompt for every row"
+    require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, "above 0 in training")
+    logps, entropies = _score(policy, prompts, prompt_of_row, completions, sampling)
+    under_reference = None
+    if reference:
+        require(policy.has_reference, "policy.reference", policy.config.reference, "'adapter' or 'copy' for a KL term")
+        with policy.reference():
+            under_reference = padded(_score(policy, prompts, prompt_of_row, completions, sampling)[0], width)
+    return Scored(padded(logps, width), padded(entropies, width), under_reference)
+
+
+def _score(
+    policy: Policy,
+    prompts: Prompts,
+    prompt_of_row: Sequence[int],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+) -> TokensOfRows:
+    with policy.autocast():
+        if policy.shares_prompts:
+            logps, entropies = _score_shared(policy, prompts, prompt_of_row, completions, sampling)
+        else:
+            of_rows = [prompts[nth] for nth in prompt_of_row]
+            logps, entropies = score_plainly(policy, of_rows, completions, sampling)
+    return [row.cpu() for row in logps], [row.cpu() for row in entropies]
+
+
+def _score_shared(
+    policy: Policy,
+    prompts: Prompts,
+    prompt_of_row: Sequence[int],
+    completions: Sequence[Completion],
+    sampling: Sampling,
+) -> TokensOfRows:
+    """Each prompt once, its completions after it; a completion's last token predicts nothing and stays out."""
+    members: dict[int, list[int]] = {}
+    for row, prompt in enumerate(prompt_of_row):
+        members.setdefault(prompt, []).append(row)
+    rows = [row for group in members.values() for row in group]
+    inputs = [[completions[row].ids[:-1] for row in group] for group in members.values()]
+    packed = pack([prompts[prompt] for prompt in members], inputs, policy.device)
+    hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)[0]
+    lengths = [len(completions[row]) for row in rows]
+    counts = [completions[row].kept for row in rows]
+    logps, entropies = token_logps(
+        policy.head,
+        hidden[predictors(packed, [len(group) for group in members.values()], lengths)],
+        torch.tensor([token for row in rows for token in completions[row].ids], device=policy.device),
+        torch.cat([count for count in counts if count is not None]).to(policy.device) if sampling.truncates else None,
+        sampling.temperature,
+    )
+    order = sorted(range(len(rows)), key=rows.__getitem__)
+    by_row = [list(column.split(lengths)) for column in (logps, entropies)]
+    return [by_row[0][nth] for nth in order], [by_row[1][nth] for nth in order]
+
+
+def predictors(packed: Packed, members: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Which hidden state predicts each token of each completion: the prompt's last one, then the token before."""
+    last_of_prompt = [
+        prompt.stop - 1 for prompt, count in zip(packed.prompts, members, strict=True) for _ in range(count)
+    ]
+    sizes = torch.tensor(lengths)
+    first_place = sizes.cumsum(0) - sizes
+    number = torch.arange(int(sizes.sum())) - torch.arange(len(lengths)).repeat_interleave(sizes)
+    before = number - 1 + packed.tails[0].start  # in a tail each completion lacks its last token
+    before[first_place] = torch.tensor(last_of_prompt)
+    return before.to(packed.ids.device)

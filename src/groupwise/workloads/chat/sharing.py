@@ -1,0 +1,75 @@
+"""Which models can share a prompt within a group: told by their configuration, then checked by a small computation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.workloads.chat.attention import NAME
+from groupwise.workloads.chat.packed import pack
+
+_PROMPTS = ((3, 1, 4), (2, 5))
+_COMPLETIONS = (((9, 2), (6,)), ((5, 3, 7),))
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+"""Largest difference of hidden states, relative to the largest of them."""
+
+
+def share_prompts(causal_lm: Any) -> str | None:
+    """Set the model up to share prompts. Where it cannot, leave it as it is and say why."""
+    reason = _declared_otherwise(causal_lm)
+    if reason is not None:
+        return reason
+    stock = causal_lm.config._attn_implementation
+    plain = _computed_apart(causal_lm)
+    causal_lm.set_attn_implementation(NAME)
+    try:
+        shared, heads = _computed_together(causal_lm)
+    except (TypeError, RuntimeError, AttributeError, KeyError) as fault:
+        causal_lm.set_attn_implementation(stock)
+        return f"its layers do not hand a layout on to their attention ({type(fault).__name__}: {fault})"
+    for name, together, apart in (("hidden states", shared, plain[0]), ("logits", heads, plain[1])):
+        allowed = _TOLERANCE[apart.dtype] * float(apart.abs().max())
+        if together.shape != apart.shape or float((together - apart).abs().max()) > allowed:
+            causal_lm.set_attn_implementation(stock)
+            return f"its {name} come out differently when a prompt is shared"
+    return None
+
+
+def _declared_otherwise(causal_lm: Any) -> str | None:
+    config = causal_lm.config.get_text_config()
+    others = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
+    windows = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
+    if not getattr(causal_lm, "_supports_attention_backend", False):
+        return "transformers gives it no choice of attention functions"
+    if others:
+        return f"it has layers of {', '.join(others)}, whose cache is not plain keys and values"
+    if windows is not None:
+        return f"it attends within a sliding window of {windows} tokens"
+    if type(causal_lm.get_output_embeddings()) is not nn.Linear:
+        return f"its head is {type(causal_lm.get_output_embeddings()).__name__}, not a plain linear layer"
+    return None
+
+
+@torch.no_grad()
+def _computed_apart(causal_lm: Any) -> tuple[Tensor, Tensor]:
+    """Hidden states and logits of completions, each run after its own prompt."""
+    hidden, logits = [], []
+    for prompt, group in zip(_PROMPTS, _COMPLETIONS, strict=True):
+        for completion in group:
+            ids = torch.tensor([[*prompt, *completion]], device=causal_lm.device)
+            hidden.append(causal_lm.base_model(input_ids=ids, use_cache=False)[0][0, len(prompt) :])
+            logits.append(causal_lm(input_ids=ids, use_cache=False).logits[0, len(prompt) :])
+    return torch.cat(hidden), torch.cat(logits)
+
+
+@torch.no_grad()
+def _computed_together(causal_lm: Any) -> tuple[Tensor, Tensor]:
+    """The same by the shared path."""
+    packed = pack(_PROMPTS, _COMPLETIONS, causal_lm.device)
+    output = causal_lm.base_model(
+        input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, layout=packed
+    )
+    hidden = output[0][0, packed.tails[0].start :]
+    return hidden, causal_lm.get_output_embeddings()(hidden)

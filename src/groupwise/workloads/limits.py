@@ -1,0 +1,91 @@
+"""A time limit for functions of a user's own. What is not done by then is missing, as if the function had raised."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+
+def limited(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
+    """The function, raising TimeoutError when a call, or what an async one awaits, takes longer."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        run = _with_alarm if in_main_thread and hasattr(signal, "setitimer") else _in_a_thread
+        answer = run(lambda: function(*args, **kwargs), seconds)
+        return _awaited(answer, seconds) if inspect.isawaitable(answer) else answer
+
+    return call
+
+
+class _OutOfTime(BaseException):
+    """Not an Exception: a function that takes every Exception for a wrong answer must not take this one for it."""
+
+
+def _with_alarm(call: Callable[[], Any], seconds: float) -> Any:
+    """Interrupts the function itself, so that nothing of it runs on: also a regular expression that never ends."""
+    with _alarm(seconds) as has_rung:
+        try:
+            answer = call()
+        except _OutOfTime:
+            answer = None
+    if has_rung:
+        raise TimeoutError(_told(seconds))
+    return answer
+
+
+@contextmanager
+def _alarm(seconds: float) -> Iterator[list[bool]]:
+    """Rings again and again, in case the first is swallowed."""
+    has_rung: list[bool] = []
+
+    def ring(*_: Any) -> None:
+        has_rung.append(True)
+        raise _OutOfTime
+
+    previous = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    try:
+        yield has_rung
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def _in_a_thread(call: Callable[[], Any], seconds: float) -> Any:
+    """Where there are no alarms: what hangs stays behind in a thread that the end of the process does not wait for."""
+    outcome: list[tuple[Any, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            outcome.append((call(), None))
+        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise TimeoutError(_told(seconds))
+    answer, error = outcome[0]
+    if error is not None:
+        raise error
+    return answer
+
+
+async def _awaited(answer: Any, seconds: float) -> Any:
+    try:
+        return await asyncio.wait_for(answer, seconds)
+    except TimeoutError as error:
+        raise TimeoutError(_told(seconds)) from error
+
+
+def _told(seconds: float) -> str:
+    return f"it took longer than the {seconds:g} s of judge.seconds"

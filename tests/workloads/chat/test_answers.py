@@ -1,0 +1,74 @@
+"""Numbers in answers: by hand, as a property, and beside the regular expression that GSM8K's own evaluation uses."""
+
+import re
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.workloads.chat.answers import as_number, given_number, last_boxed, right_number
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("He has 3 + 4 = <<3+4=7>>7.\n#### 7", 7),
+        ("#### 1,234", 1234),
+        ("#### -12.50", Fraction(-25, 2)),
+        ("#### $18", 18),
+        ("#### 18 dollars", 18),
+        ("#### 20%", 20),
+        ("#### 7.", 7),
+        ("#### 3\nno, wait\n#### 4", 4),
+        (r"so \boxed{42}", 42),
+        (r"\boxed{1} or rather \boxed{\frac{3}{4}}", Fraction(3, 4)),
+        (r"\boxed{-\dfrac{1}{2}}", Fraction(-1, 2)),
+        (r"\boxed{1{,}000}", 1000),
+        (r"\boxed{\$0.50}", Fraction(1, 2)),
+        (r"\boxed{3/4}", Fraction(3, 4)),
+        ("The answer is 42.", None),
+        ("#### none", None),
+        ("####", None),
+        (r"\boxed{x + 1}", None),
+        (r"\boxed{42", None),
+        (r"\boxed{1/0}", None),
+        ("", None),
+    ],
+)
+def test_by_hand(text, number):
+    assert given_number(text) == number
+
+
+def test_what_is_marked_goes_before_what_is_boxed():
+    assert given_number(r"\boxed{5} #### 6") == 6
+
+
+def test_a_column_may_hold_the_number_alone():
+    assert right_number("1,000") == 1000
+    assert right_number("work\n#### 5") == 5
+    assert right_number("five") is None
+
+
+def test_braces_are_balanced():
+    assert last_boxed(r"\boxed{a{b}c} then \boxed{open") == "a{b}c"
+    assert last_boxed("nothing") is None
+
+
+@pytest.mark.parametrize("text", ["1,2", "12,34", "1.2.3", "--1", "1e5", "½", "1 2 apples"])
+def test_what_is_not_plainly_a_number_is_none(text):
+    assert as_number(text) is None
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**9), max_value=10**9), st.text())
+def test_every_decimal_is_found_however_it_is_dressed(number, before):
+    for dressed in (f"{number}", f"{number:,}", f"${number}" if number >= 0 else f"{number}", f" {number} "):
+        assert given_number(f"{before}\n#### {dressed}") == Fraction(number)
+    assert given_number(f"{before.replace('####', '')} \\boxed{{{number:,}}}") == Fraction(number)
+
+
+@given(st.integers(-(10**7), 10**7), st.text(alphabet="ab #.,0123456789\n", max_size=30))
+def test_agrees_with_the_usual_expression_on_gsm8k_answers(number, before):
+    text = f"{before}\n#### {number:,}"
+    usual = re.findall(r"#### (\-?[0-9\.\,]+)", text)[-1].replace(",", "")
+    assert given_number(text) == Fraction(usual)

@@ -1,0 +1,209 @@
+"""Chat as a workload: the laws hold for it through the real loop."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from processes import TESTS, on_ranks
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.core.errors import UserError
+from groupwise.core.placement import Rows
+from groupwise.train.folder import read_lines
+from groupwise.workloads.chat.config import EvalConfig, JudgeConfig
+from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from workloads.chat.ranks import outcome
+from workloads.chat.tiny import QUESTIONS, byte_tokenizer, chat_config, recipe
+
+CPU = torch.device("cpu")
+GOLDEN = TESTS / "golden" / "chat.json"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("chat")
+
+
+@pytest.fixture(scope="module")
+def workload(folder):
+    return chat_config(folder).build(CPU)
+
+
+def rows_of(conditions, members, step=0):
+    condition = torch.arange(conditions).repeat_interleave(members)
+    return Rows(5, step, 1000, condition, torch.arange(members).repeat(conditions), condition)
+
+
+def some(rows, numbers):
+    return replace(rows, group=rows.group[numbers], member=rows.member[numbers], condition=rows.condition[numbers])
+
+
+def train(config, path, **run):
+    return gw.train(replace(config, run=gw.RunConfig(run_dir=path, **run)))
+
+
+def test_a_rollout_is_what_was_said_and_scores_the_same_again(workload):
+    rollouts = workload.rollout(rows_of(6, 4))
+    assert len(rollouts) == 24
+    scored = workload.score(rollouts)
+    assert_close(scored.logp.detach()[rollouts.mask], rollouts.logp[rollouts.mask], rtol=0, atol=1e-5)
+    lengths = torch.tensor([len(completion.ids) for completion in rollouts.data["completion"]])
+    assert torch.equal(rollouts.mask.sum(1), lengths)
+    assert torch.equal(rollouts.group_ids, workload.parts.training.group_ids[rollouts.data["condition"]])
+
+
+def test_what_a_member_says_depends_on_its_key_alone(workload, folder):
+    rows = rows_of(6, 4)
+    together = workload.rollout(rows).data["completion"]
+    numbers = torch.tensor([17, 3, 8])
+    apart = workload.rollout(some(rows, numbers)).data["completion"]
+    narrow = chat_config(folder, decode_rows=2).build(CPU).rollout(rows).data["completion"]
+    assert [said.ids for said in apart] == [together[row].ids for row in numbers.tolist()]
+    assert [said.ids for said in narrow] == [said.ids for said in together]
+    assert [said.ids for said in workload.rollout(rows_of(6, 4, step=1)).data["completion"]] != [
+        s.ids for s in together
+    ]
+
+
+def test_stop_tokens_are_trained_and_truncation_can_be_masked(folder):
+    ends = chat_config(folder, sampling=Sampling(max_new_tokens=40, temperature=3.0), mask_truncated=True).build(CPU)
+    rollouts = ends.rollout(rows_of(12, 8))
+    stopped = torch.tensor([said.stopped for said in rollouts.data["completion"]])
+    assert stopped.any()
+    assert (~stopped).any()
+    assert not rollouts.mask[~stopped].any()
+    for row in stopped.nonzero().flatten().tolist():
+        said = rollouts.data["completion"][row]
+        assert said.ids[-1] == byte_tokenizer().eos_token_id
+        assert rollouts.mask[row].sum() == len(said.ids)
+
+
+def test_rewards_see_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
+    seen = {}
+
+    def look(prompts, completions, completion_ids, answer, **columns):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
+        return [0.0] * len(completions)
+
+    monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "look", look, raising=False)
+    watched = chat_config(folder, judge=JudgeConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
+    rollouts = watched.rollout(rows_of(2, 2))
+    assert list(watched.rewards(rollouts).values) == ["look"]
+    assert seen["prompts"][2] == [{"role": "user", "content": "say 1"}]
+    assert seen["answer"] == ["#### 0", "#### 0", "#### 1", "#### 1"]
+    assert [tuple(ids) for ids in seen["ids"]] == [said.ids for said in rollouts.data["completion"]]
+    assert [said[0]["role"] for said in seen["completions"]] == ["assistant"] * 4
+
+
+def test_training_follows_the_golden_curve_and_leaves_its_figures(folder, tmp_path):
+    summary = train(replace(recipe(folder), steps=12), tmp_path, show_samples_every=6)
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    rewards = [entry["reward"] for entry in metrics]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
+    assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=0.02)
+    for entry in metrics:
+        assert entry["tokens"] == pytest.approx(6, abs=0.7)
+        assert 0 <= entry["truncated_share"] <= 1
+        assert {"tokens_better", "tokens_worse", "entropy_sampled", "entropy", "ratio_max", "zero_spread_share"} <= set(
+            entry
+        )
+    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    assert set(sample) >= {"prompt", "completion", "answer", "tokens", "truncated", "reward", "rewards", "advantage"}
+    assert sample["prompt"].startswith("<user>say ")
+    assert summary.eval_after["early_letters, sampled"] > summary.eval_before["early_letters, sampled"] + 0.1
+    assert set(summary.eval_after) >= {"early_letters, greedy", "pass@2", "tokens", "truncated share"}
+
+
+def test_neither_placement_nor_the_cut_changes_the_run(folder):
+    whole = outcome(folder, "whole", rows_per_pass=8)
+    assert not torch.equal(whole["weights"], torch.zeros_like(whole["weights"]))
+    for placement, rows, tokens in (("shuffled", 1, None), ("spread", 16, None), ("whole", 16, 40)):
+        other = outcome(folder, placement, rows_per_pass=rows, tokens_per_pass=tokens)
+        assert other["said"] == whole["said"]
+        assert_close(other["weights"], whole["weights"], rtol=0, atol=2e-6)
+
+
+def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(folder, tmp_path):
+    ended = on_ranks(2, [Path(__file__).with_name("ranks.py"), folder, tmp_path / "two.pt"])
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    one, two = outcome(folder, "whole", rows_per_pass=8), torch.load(tmp_path / "two.pt")
+    assert two["ranks"] == 2
+    assert two["said"] == one["said"]
+    assert_close(two["weights"], one["weights"], rtol=0, atol=2e-6)
+    assert two["figures"] == pytest.approx(one["figures"], abs=1e-6)
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
+    for name, steps in (("straight", (3,)), ("stopped", (1, 3))):
+        for last in steps:
+            train(replace(recipe(folder), steps=last), tmp_path / name, resume=True, preflight=False)
+    straight, stopped = (
+        (tmp_path / name / "checkpoints" / "step-000003" / "policy.safetensors").read_bytes()
+        for name in ("straight", "stopped")
+    )
+    assert straight == stopped
+    ignored = ("rollout_s", "reward_s", "update_s", "memory_bytes")
+    both = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")]
+    without = [[{key: e[key] for key in e if key not in ignored} for e in entries] for entries in both]
+    assert without[0] == without[1]
+
+
+def test_an_adapter_trains_with_its_reference_switched_on(folder, tmp_path):
+    lora = PolicyConfig(model=str(folder / "model"), lora_rank=2, reference="adapter")
+    config = replace(recipe(folder, policy=lora), loss=gw.LossConfig(kl=0.1))
+    train(config, tmp_path)
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert metrics[-1]["kl"] > 0
+
+
+def test_nearly_all_truncated_raises_the_alarm_once_or_stops_the_run(folder, tmp_path, capsys):
+    short = replace(recipe(folder, sampling=Sampling(max_new_tokens=2)), steps=3)
+    train(short, tmp_path / "warned", preflight=False)
+    said = " ".join(capsys.readouterr().err.split())
+    assert said.count("of this step's completions reached sampling.max_new_tokens 2 without a stop token") == 1
+    assert "Warning: Step 1: " in said
+    assert read_lines(tmp_path / "warned" / "metrics.jsonl")[0]["truncated_share"] > 0.9
+    stopping = replace(short, workload=replace(short.workload, when_all_truncated="stop"))
+    with pytest.raises(UserError, match=r"completions reached sampling\.max_new_tokens 2"):
+        train(stopping, tmp_path / "stopped", preflight=False)
+    assert [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_path, monkeypatch):
+    def hangs(prompts, completions, **columns):
+        while True:
+            pass
+
+    monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "hangs", hangs, raising=False)
+    judge = JudgeConfig(functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), seconds=0.2)
+    config = recipe(folder, judge=judge, data=replace(chat_config(folder).data, held_out=""))
+    with pytest.raises(
+        UserError, match=r"16 of 16 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
+    ):
+        train(config, tmp_path, preflight=False)
+
+
+def test_report_tells_pass_at_k_beside_the_policy_before_training(folder, tmp_path):
+    config = replace(recipe(folder, eval=EvalConfig(questions=5, samples=2, report_samples=3, pass_from=0.5)), steps=2)
+    train(config, tmp_path)
+    workload = config.workload.build(CPU)
+    found = workload.report()
+    policies = found.figures["report"]["policies"]
+    assert policies["trained"] == policies["before training"]  # nothing was loaded into this one
+    assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
+    assert sum(policies["trained"]["questions_by_passed"]) == 5
+    assert found.tables[0].title == "pass@k on 5 held-out questions"
+    found.pictures["eval.png"](tmp_path / "eval.png")
+    assert (tmp_path / "eval.png").stat().st_size > 5000
+
+
+def test_without_held_out_prompts_there_is_nothing_to_evaluate(folder):
+    blind = chat_config(folder, data=replace(chat_config(folder).data, held_out="")).build(CPU)
+    assert blind.evaluate() == {}
+    assert blind.report() is None
+    assert len(QUESTIONS) == blind.conditions

@@ -1,0 +1,86 @@
+"""A function that hangs is stopped, whatever it hangs in, and its rewards are missing rather than zero."""
+
+import asyncio
+import re
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from groupwise.workloads.judge import judge
+from groupwise.workloads.limits import limited
+
+LIMIT = 0.2
+
+
+def in_another_thread(call):
+    with ThreadPoolExecutor(1) as aside:
+        return aside.submit(call).result()
+
+
+def loops(prompts, completions):
+    end = time.monotonic() + 20
+    while time.monotonic() < end:
+        pass
+
+
+def swallows(prompts, completions):
+    try:
+        time.sleep(20)
+    except Exception:  # noqa: BLE001 - as careless reward functions do
+        return [0.0]
+    return [0.0]
+
+
+def swallows_all(prompts, completions):
+    try:
+        time.sleep(20)
+    except:  # noqa: E722
+        return [0.0]
+    return [0.0]
+
+
+def never_ending_pattern(prompts, completions):
+    re.search(r"(a+)+$", "a" * 40 + "b")
+
+
+async def waits(prompts, completions):
+    await asyncio.sleep(20)
+
+
+@pytest.mark.parametrize("function", [loops, swallows, swallows_all, never_ending_pattern, waits])
+def test_what_hangs_is_missing_with_the_reason(function):
+    begun = time.monotonic()
+    terms = judge({"r": limited(function, LIMIT)}, ["p"], ["c"])
+    assert time.monotonic() - begun < 10
+    assert terms.values["r"].isnan().all()
+    assert "TimeoutError: it took longer than the 0.2 s" in terms.failures["r"]
+
+
+def test_outside_the_main_thread_too():
+    with pytest.raises(TimeoutError, match=r"longer than the 0\.2 s"):
+        in_another_thread(limited(lambda: time.sleep(5), LIMIT))
+
+
+@pytest.mark.parametrize("run", [lambda call: call(), in_another_thread])
+def test_what_is_in_time_comes_through_and_so_does_what_it_raises(run):
+    assert run(lambda: limited(lambda a, b: a + b, 5)(1, b=2)) == 3
+    with pytest.raises(ZeroDivisionError):
+        run(limited(lambda: 1 / 0, 5))
+
+
+def test_the_alarm_is_switched_off_afterwards():
+    before = signal.getsignal(signal.SIGALRM)
+    limited(lambda: None, LIMIT)()
+    time.sleep(2 * LIMIT)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_an_async_function_in_time_is_awaited():
+    async def soon(prompts, completions):
+        await asyncio.sleep(0.01)
+        return [3.0]
+
+    assert judge({"r": limited(soon, 5)}, ["p"], ["c"]).values["r"].tolist() == [3.0]
