@@ -8,7 +8,30 @@ from torch import Tensor
 
 from groupwise.core.config import AdvantageConfig
 from groupwise.core.groups import Groups
+from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages
+
+
+def compare(
+    rewards: Rewards, group_ids: Int64[Tensor, " rollouts"], config: AdvantageConfig | None = None
+) -> Advantages:
+    """Advantages of rollouts, or of each decision where decisions have rewards of their own.
+
+    Decision d is compared with its siblings' decision d, by total + its own reward; one without spread or without a
+    reward is left out, a rollout only with all of its decisions.
+    """
+    if rewards.by_decision is None:
+        return group_advantages(rewards.total, group_ids, config)
+    columns = [group_advantages(rewards.total + own, group_ids, config) for own in rewards.by_decision.unbind(1)]
+    trained = torch.stack([each.trained for each in columns], dim=1)
+    moving = Groups.of(group_ids).table(trained.any(1).double(), fill=0.0).any(1)
+    return Advantages(
+        values=torch.stack([each.values for each in columns], dim=1),
+        trained=trained.any(1),
+        groups=columns[0].groups,
+        zero_spread_groups=int((~moving).sum()),
+        trained_decisions=trained,
+    )
 
 
 def group_advantages(

@@ -16,6 +16,8 @@ from groupwise.core.groups import Groups
 Decisions = Float[Tensor, "rows decisions"]
 Mask = Bool[Tensor, "rows decisions"]
 PerRow = Float[Tensor, " rows"]
+Strengths = PerRow | Decisions
+"""How hard each row is pushed, or each of its decisions."""
 Denominator = float | PerRow
 
 
@@ -34,7 +36,7 @@ def denominators(mask: Mask, kind: str, *, decisions: int, rollouts: int, consta
 def clipped_surrogate(
     logp: Decisions,
     old_logp: Decisions,
-    advantages: PerRow,
+    advantages: Strengths,
     mask: Mask,
     *,
     denominator: Denominator,
@@ -46,7 +48,7 @@ def clipped_surrogate(
     Per rollout the ratio is the geometric mean over its decisions (GSPO: Zheng et al., arXiv 2507.18071).
     """
     ratio = probability_ratio(logp, old_logp, mask, per_rollout=per_rollout)
-    gain = advantages[:, None].to(logp)
+    gain = per_decision(advantages).to(logp)
     low, high = clip
     surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
     return -masked_sum(surrogate, mask, denominator)
@@ -60,9 +62,16 @@ def probability_ratio(logp: Decisions, old_logp: Decisions, mask: Mask, *, per_r
     return change.exp()
 
 
-def policy_gradient(logp: Decisions, advantages: PerRow, mask: Mask, *, denominator: Denominator) -> Float[Tensor, ""]:
+def per_decision(strengths: Strengths) -> Tensor:
+    """Of a shape that meets [rows, decisions]."""
+    return strengths if strengths.ndim == 2 else strengths[:, None]
+
+
+def policy_gradient(
+    logp: Decisions, advantages: Strengths, mask: Mask, *, denominator: Denominator
+) -> Float[Tensor, ""]:
     """-A logp: Williams, "Simple statistical gradient-following algorithms", 1992."""
-    return -masked_sum(logp * advantages[:, None].to(logp), mask, denominator)
+    return -masked_sum(logp * per_decision(advantages).to(logp), mask, denominator)
 
 
 def pairwise_ranking(

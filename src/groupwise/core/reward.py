@@ -21,6 +21,8 @@ class Rewards:
     """NaN where a term that carries weight is missing: a sum without it could not be compared with its siblings'."""
     terms: Terms
     missing: int
+    by_decision: Float[Tensor, "rollouts decisions"] | None = None
+    """What each decision earned on top of its rollout's total; None where decisions have no rewards of their own."""
 
 
 def weigh(terms: Terms, config: RewardConfig) -> Rewards:
@@ -36,13 +38,22 @@ def weigh(terms: Terms, config: RewardConfig) -> Rewards:
     missing = int(total.isnan().sum())
     if missing > config.max_missing_share * rows:
         raise UserError(_too_many_missing(terms, missing, rows, config))
-    return Rewards(total, terms, missing)
+    return Rewards(total, terms, missing, _weigh_steps(terms, config))
+
+
+def _weigh_steps(terms: Terms, config: RewardConfig) -> Float[Tensor, "rollouts decisions"] | None:
+    weights = {name: config.weights.get(name, 1.0) for name in terms.steps}
+    counted = [weight * terms.steps[name].cpu().double() for name, weight in weights.items() if weight]
+    if not counted:
+        return None
+    total = torch.stack(counted).sum(0)
+    return total.masked_fill(~total.isfinite(), torch.nan)
 
 
 def term_statistics(terms: Terms) -> dict[str, float]:
     """Mean, std and missing share of each term, over the rows that have it."""
     statistics = {}
-    for name, values in terms.values.items():
+    for name, values in {**terms.values, **{name: each.flatten() for name, each in terms.steps.items()}}.items():
         present = values[~values.isnan()].double()
         statistics[f"reward/{name}"] = present.mean().item() if len(present) else float("nan")
         statistics[f"reward/{name}/std"] = present.std(correction=0).item() if len(present) else float("nan")
@@ -53,11 +64,14 @@ def term_statistics(terms: Terms) -> dict[str, float]:
 def _check_names(terms: Terms, config: RewardConfig) -> None:
     if not terms.values:
         raise UserError("The workload gives no reward term: rewards() must return at least one named term.")
-    unknown = sorted(set(config.weights) - set(terms.values))
+    both = sorted(set(terms.values) & set(terms.steps))
+    if both:
+        raise UserError(f"'{both[0]}' names a reward of rollouts and one of decisions: give them different names.")
+    unknown = sorted(set(config.weights) - set(terms.values) - set(terms.steps))
     if unknown:
         raise UserError(
             f"reward.weights names '{unknown[0]}', which is not a reward of this workload. It has:"
-            f" {', '.join(terms.values)}."
+            f" {', '.join([*terms.values, *terms.steps])}."
         )
 
 

@@ -42,7 +42,9 @@ class Scored:
     logp: Float[Tensor, "rows decisions"]
     entropy: Float[Tensor, "rows decisions"] | None = None
     reference_logp: Float[Tensor, "rows decisions"] | None = None
-    """Under the reference policy, without gradient; needed when the KL weight is above 0."""
+    """Under the reference policy, without gradient; needed when the KL weight is above 0, unless `kl` is given."""
+    kl: Float[Tensor, "rows decisions"] | None = None
+    """The divergence from the reference policy itself, with gradient, where it is known in closed form."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +54,22 @@ class Terms:
     values: Mapping[str, Float[Tensor, " rows"]]
     failures: Mapping[str, str] = field(default_factory=dict)
     """Why a term is missing, for the terms that failed."""
+    steps: Mapping[str, Float[Tensor, "rows decisions"]] = field(default_factory=dict)
+    """Named rewards of single decisions, on top of the row's; NaN where one is missing."""
 
 
 @dataclass(frozen=True)
 class Advantages:
     """How much better each rollout of the step did than its siblings."""
 
-    values: Float[Tensor, " rollouts"]
+    values: Float[Tensor, " rollouts"] | Float[Tensor, "rollouts decisions"]
+    """One number a rollout; one a decision where decisions have rewards of their own."""
     trained: Bool[Tensor, " rollouts"]
     """False for a missing reward and for a group without spread: such rows leave the loss and its denominator."""
     groups: int
     zero_spread_groups: int
+    trained_decisions: Bool[Tensor, "rollouts decisions"] | None = None
+    """The same of single decisions, where they have rewards of their own."""
 
 
 def _take(column: Any, rows: Tensor) -> Any:

@@ -21,6 +21,8 @@ RECIPES: dict[str, str] = {
     "chat-gsm8k": "groupwise.recipes.chat_gsm8k:recipe",
     "controller": "groupwise.recipes.controller:recipe",
     "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
+    "flow": "groupwise.recipes.flow:recipe",
+    "flow-recam": "groupwise.recipes.flow_recam:recipe",
 }
 """Built-in recipes: name to `module:function`."""
 

@@ -18,14 +18,18 @@ def judge_in_pieces(workload: Workload, rollouts: Rollouts, rows: int | None) ->
     if rows is None or rows >= len(rollouts):
         return _judge(workload, rollouts)
     values: dict[str, Tensor] = {}
+    steps: dict[str, Tensor] = {}
     failures: dict[str, str] = {}
     for piece in pieces_of_whole_groups(rollouts.group_ids, rows):
         terms = _judge(workload, rollouts.select(piece))
         for name, column in terms.values.items():
             missing = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
             values.setdefault(name, missing)[piece] = column.cpu().double()
+        for name, table in terms.steps.items():
+            missing = torch.full(rollouts.logp.shape, torch.nan, dtype=torch.float64)
+            steps.setdefault(name, missing)[piece] = table.cpu().double()
         failures = {**terms.failures, **failures}
-    return Terms(values, failures)
+    return Terms(values, failures, steps)
 
 
 def pieces_of_whole_groups(group_ids: Tensor, rows: int) -> Iterator[Tensor]:
@@ -50,5 +54,11 @@ def _judge(workload: Workload, rollouts: Rollouts) -> Terms:
             raise UserError(
                 f"Reward '{name}' has shape {tuple(column.shape)} for {len(rollouts)} rows: it must be one number a"
                 " row."
+            )
+    for name, table in terms.steps.items():
+        if table.shape != rollouts.logp.shape:
+            raise UserError(
+                f"Reward '{name}' of decisions has shape {tuple(table.shape)} where the rollouts have"
+                f" {tuple(rollouts.logp.shape)}: it must be one number a decision."
             )
     return terms

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.core.advantage import group_advantages
+from groupwise.core.advantage import compare
 from groupwise.core.errors import UserError
 from groupwise.core.identity import check_groups
 from groupwise.core.placement import Placement, place
@@ -63,7 +63,7 @@ def training_steps(
             first = Tried(placed, rollouts, group_ids, rewards)
             placed, rollouts, group_ids, rewards = refill(first, config, more)
             laps.lap("refill_s")
-        advantages = group_advantages(rewards.total, group_ids, config.advantage)
+        advantages = compare(rewards, group_ids, config.advantage)
         if config.refill:
             advantages, dropped = keep_first(advantages, placed)
         comparison = Comparison(group_ids, rewards.total, advantages, share(comm, rollouts))
@@ -143,7 +143,7 @@ def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm, cut: Cut 
     if comm.any(bool(terms.failures)):
         for found in comm.gather_objects([dict(terms.failures)]):
             failures = found | failures
-    return Terms(values, failures)
+    return Terms(values, failures, {name: comm.gather(table.cpu().double()) for name, table in terms.steps.items()})
 
 
 def measure(workload: Workload, rollouts: Rollouts, comparison: Comparison, comm: Comm) -> dict[str, float]:
@@ -191,7 +191,7 @@ def describe(
             "condition": int(placed.condition[seat]),
             "reward": _number(rewards.total[seat]),
             "rewards": {name: _number(column[seat]) for name, column in rewards.terms.values.items()},
-            "advantage": _number(advantages.values[seat]),
+            "advantage": _plain(advantages.values[seat]),
         }
         for seat, details in zip(seats.tolist(), shown, strict=True)
     ]
@@ -213,6 +213,10 @@ def summarise(
         **figures,
         **dict(zip(laps.seconds, seconds, strict=True)),
     }
+
+
+def _plain(advantage: Tensor) -> float | list[float | None] | None:
+    return [_number(each) for each in advantage] if advantage.ndim else _number(advantage)
 
 
 def _number(value: Tensor) -> float | None:

@@ -14,6 +14,7 @@ from groupwise.core.loss import (
     denominators,
     kl_to_reference,
     masked_sum,
+    per_decision,
     policy_gradient,
     probability_ratio,
 )
@@ -42,9 +43,7 @@ def loss_of_pass(
     loss = _surrogate(scored, rollouts, strengths.to(scored.logp), denominator, config)
     parts: dict[str, Tensor] = {}
     if config.kl:
-        if scored.reference_logp is None:
-            raise UserError(_lacks("kl", config.kl, "reference_logp"))
-        parts["kl"] = kl_to_reference(scored.logp, scored.reference_logp, mask, denominator=denominator)
+        parts["kl"] = _kl(scored, mask, denominator, config)
         loss = loss + config.kl * parts["kl"]
     if config.entropy and scored.entropy is None:
         raise UserError(_lacks("entropy", config.entropy, "entropy"))
@@ -59,9 +58,18 @@ def watch_ratio(scored: Scored, rollouts: Rollouts, strengths: Tensor, config: L
     """The ratio of every decision, and whether clipping holds it back."""
     per_rollout = config.ratio == "rollout"
     ratio = probability_ratio(scored.logp, rollouts.logp, rollouts.mask, per_rollout=per_rollout)
-    gains = strengths.to(ratio)[:, None]
+    gains = per_decision(strengths.to(ratio))
     held = ((ratio > 1 + config.clip_high) & (gains > 0)) | ((ratio < 1 - config.clip_low) & (gains < 0))
     return ratio[rollouts.mask], held[rollouts.mask]
+
+
+def _kl(scored: Scored, mask: Tensor, denominator: Tensor, config: LossConfig) -> Tensor:
+    """In closed form where the workload knows it, else estimated from the log-probabilities."""
+    if scored.kl is not None:
+        return masked_sum(scored.kl, mask, denominator)
+    if scored.reference_logp is None:
+        raise UserError(_lacks("kl", config.kl, "reference_logp"))
+    return kl_to_reference(scored.logp, scored.reference_logp, mask, denominator=denominator)
 
 
 def _surrogate(

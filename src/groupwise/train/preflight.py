@@ -182,6 +182,10 @@ def _without_gradient(state: State) -> Iterator[str]:
 def _kl_has_gradient(scored: Scored, part: Rollouts, comm: Comm) -> Check:
     """k3 is flat where both policies agree, as they may at the start: a shifted reference must pull."""
     name = "KL has a gradient"
+    if scored.kl is not None:  # flat where both policies agree, so only its connection can be seen
+        connected = comm.any(scored.kl.requires_grad)
+        detail = "in closed form" if connected else "it has none: look for no_grad and detach in score()."
+        return Check(name, connected, detail)
     if scored.reference_logp is None:
         return Check(name, False, "loss.kl is above 0, but score() gives no reference_logp. Give one, or set it to 0.")
     pull = torch.zeros(1)

@@ -281,6 +281,9 @@ def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, 
     figures = _evaluate(setup)
     if figures and setup.comm.is_main:
         folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
+    with _judged(setup, "pictures"):
+        for name, draw in setup.workload.pictures().items() if setup.comm.is_main else ():
+            draw(folder.path / f"{moment.replace(' ', '-')}-{name}")
     if trackers:
         trackers.log({f"eval/{name}": value for name, value in figures.items()}, setup.state.step)
     return figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,9 @@ def _batch(rollouts: Rollouts, comparison: Comparison, comm: Comm) -> Batch:
     rows = trained.nonzero().flatten()
     with comm.together("Selecting the rows to train"):
         kept = rollouts.select(rows)
+    if comparison.advantages.trained_decisions is not None:
+        own = comparison.advantages.trained_decisions[comparison.mine][rows]
+        kept = replace(kept, mask=kept.mask & own.to(kept.mask.device))
     decisions, count = comm.sum(float(kept.mask.sum()), float(len(kept)))
     return Batch(kept, rows, Totals(int(decisions), int(count)))
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from groupwise.core.errors import UserError
@@ -77,6 +78,12 @@ class Workload(Protocol):
         """A sentence to warn with if a step's figures, those of metrics.jsonl, say that something is wrong; raise
         UserError to stop the run there instead."""
         return None
+
+    def pictures(self) -> Mapping[str, Callable[[Path], None]]:
+        """What the policy makes of held-out data, by file name: kept in the run folder of every evaluation's moment.
+        Asked of one rank.
+        """
+        return {}
 
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         """What a person would want to see of each row (JSON values), for samples.jsonl."""

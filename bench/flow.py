@@ -1,0 +1,162 @@
+"""What the flow workload's shortcuts bring, and what wrong grouping costs, on the embedded model.
+
+    window    the recipe: two neighbouring steps are drawn and trained, members share what comes before
+    all       every step but the last is drawn and trained
+    usual     the loop as it is usually written (bench/flow_usual.py): every step, stored twice, encodings recomputed,
+              rewards normalised by prompt
+    global    the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
+
+Runs of one seed take turns step by step, so that a slow spell of the machine meets all of them alike. Seconds are of
+the process's own CPU time.
+
+python bench/flow.py --steps 40 --seeds 3
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import tyro
+from flow_usual import UsualLoop
+from rich.console import Console
+from rich.table import Table
+
+from groupwise.core.advantage import compare
+from groupwise.core.config import AdvantageConfig
+from groupwise.core.reward import Rewards
+from groupwise.core.types import Advantages, Rollouts
+from groupwise.recipes import load_recipe
+from groupwise.train import loop
+from groupwise.train.run import Setup, set_up
+from groupwise.workloads.flow.schedule import WindowConfig
+from groupwise.workloads.flow.workload import FlowWorkload
+
+_CONSOLE = Console(soft_wrap=True, highlight=False)
+KINDS = ("window", "all", "usual", "global")
+
+
+@dataclass
+class Run:
+    """One method on one seed, a step at a time."""
+
+    setup: Setup
+    take_step: Callable[[], None]
+    stored: Callable[[], int]
+    seconds: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+
+    def held_out(self) -> float:
+        with torch.no_grad():
+            return self.setup.workload.evaluate()["held-out reward"]
+
+
+def main(steps: int = 40, seeds: int = 3, kinds: tuple[str, ...] = KINDS) -> None:
+    """Print a line a run, and the comparison.
+
+    Args:
+        steps: Of each run.
+        seeds: Runs of each method.
+        kinds: Which methods to run.
+    """
+    found: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    for seed in range(seeds):
+        runs = {kind: _run(kind, steps, seed) for kind in kinds}
+        for run in runs.values():
+            run.before = run.held_out()
+        for _ in range(steps):
+            for run in runs.values():
+                begun = time.process_time()
+                run.take_step()
+                run.seconds += time.process_time() - begun
+        for kind, run in runs.items():
+            run.after = run.held_out()
+            found[kind].append(run)
+            _CONSOLE.print(
+                f"{kind}, seed {seed}: held-out reward {run.before:.4f} -> {run.after:.4f}, {run.seconds / steps:.2f} s"
+                f" a step, {run.stored() / 2**20:.2f} MiB of trajectories"
+            )
+    _summary(found, steps)
+
+
+def _run(kind: str, steps: int, seed: int) -> Run:
+    config = load_recipe("flow")
+    sampling = config.workload.sampling  # type: ignore[attr-defined]
+    if kind in ("all", "usual"):
+        sampling = replace(sampling, window=WindowConfig("all"))
+    config = replace(config, workload=replace(config.workload, sampling=sampling), steps=steps, seed=seed)
+    setup = set_up(config)
+    if kind == "usual":
+        usual = UsualLoop(setup)
+        epochs = iter(range(steps))
+        return Run(setup, lambda: _ignore(usual.epoch(next(epochs))), lambda: usual.stored_bytes)
+    kept = _remember_bytes(setup)
+    training = loop.training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
+    return Run(setup, lambda: _next(training, one_group=kind == "global"), lambda: kept[-1])
+
+
+def _next(training: Iterator[loop.Step], *, one_group: bool) -> None:
+    """A step; with all of its rollouts in one group if so asked."""
+    loop.compare = _as_one_group if one_group else compare  # type: ignore[attr-defined]
+    next(training)
+    loop.compare = compare  # type: ignore[attr-defined]
+
+
+def _as_one_group(rewards: Rewards, group_ids: torch.Tensor, config: AdvantageConfig | None = None) -> Advantages:
+    return compare(rewards, torch.zeros_like(group_ids), config)
+
+
+def _remember_bytes(setup: Setup) -> list[int]:
+    """Listens to rollouts for the size of what they keep."""
+    kept: list[int] = []
+    assert isinstance(setup.workload, FlowWorkload)
+    rollout = setup.workload.rollout
+
+    def listening(rows: object) -> Rollouts:
+        rollouts = rollout(rows)  # type: ignore[arg-type]
+        kept.append(rollouts.data["path"].nbytes + rollouts.data["latents"].nbytes)
+        return rollouts
+
+    setup.workload.rollout = listening  # type: ignore[method-assign]
+    return kept
+
+
+def _ignore(_: float) -> None:
+    return None
+
+
+def _summary(found: dict[str, list[Run]], steps: int) -> None:
+    table = Table(title=f"{steps} steps, mean over seeds (lowest to highest)", title_justify="left")
+    for name in (
+        "method",
+        "held-out before",
+        "after",
+        "gain",
+        "CPU s a step",
+        "MiB kept",
+        "time of window's",
+        "memory of window's",
+    ):
+        table.add_column(name, justify="left" if name == "method" else "right")
+    base = found.get("window")
+    for kind, runs in found.items():
+        gains = [run.after - run.before for run in runs]
+        seconds = statistics.mean(run.seconds / steps for run in runs)
+        cells = [kind, f"{statistics.mean(run.before for run in runs):.4f}"]
+        cells.append(f"{statistics.mean(run.after for run in runs):.4f}")
+        cells.append(f"{statistics.mean(gains):+.4f} ({min(gains):+.4f} to {max(gains):+.4f})")
+        cells += [f"{seconds:.2f}", f"{runs[0].stored() / 2**20:.2f}"]
+        if base:
+            cells.append(f"{seconds / statistics.mean(run.seconds / steps for run in base):.2f} x")
+            cells.append(f"{runs[0].stored() / base[0].stored():.2f} x")
+        table.add_row(*cells)
+    _CONSOLE.print(table)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    tyro.cli(main)

@@ -1,0 +1,100 @@
+"""The loop that flow models are usually trained with, transcribed plainly, for comparison; see bench/flow.py.
+
+Every step is drawn, kept (latents and next latents) and trained, members start from noise of their own, conditions are
+encoded for every batch anew, and rewards are normalised among rollouts of one prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from groupwise.core.placement import Rows, place
+from groupwise.train.config import Config
+from groupwise.train.run import Setup
+from groupwise.workloads.flow.judging import judge_clips, weighed
+from groupwise.workloads.flow.models.base import guided_velocity
+from groupwise.workloads.flow.schedule import noise_levels
+from groupwise.workloads.flow.steppers import STEPPERS, Span, drawn, log_probability, ode
+from groupwise.workloads.flow.workload import FlowWorkload
+
+
+@dataclass
+class Batch:
+    condition: Tensor
+    latents: Tensor
+    next_latents: Tensor
+    logp: Tensor
+    last: Tensor
+
+
+class UsualLoop:
+    """Same model, conditions, rewards, noise scale, clip and learning rate as the config's; the rest as usual."""
+
+    def __init__(self, setup: Setup):
+        assert isinstance(setup.workload, FlowWorkload)
+        self.setup, self.workload = setup, setup.workload
+        self.config: Config = setup.config
+        self.sampling = setup.workload.config.sampling
+        self.levels = torch.tensor(noise_levels(self.sampling))
+        self.stored_bytes = 0
+
+    def epoch(self, step: int) -> float:
+        """Sample, judge and train once; the mean reward."""
+        rows = place(self.setup.shape, seed=self.config.seed, step=step).of(0)
+        with torch.no_grad():
+            batches = [self._sample(part) for part in rows.passes()]
+        self.stored_bytes = sum(
+            tensor.nbytes for batch in batches for tensor in (batch.latents, batch.next_latents, batch.last)
+        )
+        conditions = [self.workload.task.conditions[number] for number in rows.condition.tolist()]
+        clips = self.workload.decode(torch.cat([batch.last for batch in batches]))
+        rewards = weighed(judge_clips(self.workload.task.rewards, conditions, clips), self.workload.task.weights)
+        advantages = _by_prompt(rewards, [condition.prompt for condition in conditions])
+        self._train(batches, advantages.float())
+        return rewards.mean().item()
+
+    def _velocity(self, condition: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
+        encoded = self.workload.model.encode([self.workload.task.conditions[number] for number in condition.tolist()])
+        encoding = {name: torch.stack([each[name] for each in encoded]) for name in encoded[0]}
+        return guided_velocity(self.workload.model, latents, sigma, encoding, guidance=self.sampling.guidance)
+
+    def _step(self, condition: Tensor, latents: Tensor, nth: int, *, noisy: bool = True):  # type: ignore[no-untyped-def]
+        sigma, following = (self.levels[at].expand(len(latents)) for at in (nth, nth + 1))
+        velocity = self._velocity(condition, latents, sigma)
+        span = Span(sigma, following, self.sampling.eta, float(self.levels[1]))
+        return (STEPPERS[self.sampling.stepper] if noisy else ode)(latents, velocity, span)
+
+    def _sample(self, rows: Rows) -> Batch:
+        shape = (len(rows), *self.workload.shape)
+        elements = torch.Size(self.workload.shape).numel()
+        path, logp = [rows.normal(0, elements).float().view(shape)], []
+        for nth in range(self.sampling.steps - 1):
+            transition = self._step(rows.condition, path[-1], nth)
+            path.append(drawn(transition, rows.normal(nth + 1, elements).float().view(shape)))
+            logp.append(log_probability(path[-1], transition))
+        last = self._step(rows.condition, path[-1], self.sampling.steps - 1, noisy=False).mean
+        return Batch(rows.condition, torch.stack(path[:-1], 1), torch.stack(path[1:], 1), torch.stack(logp, 1), last)
+
+    def _train(self, batches: list[Batch], advantages: Tensor) -> None:
+        state, clip = self.setup.state, self.config.loss
+        trained = self.sampling.steps - 1
+        state.optimiser.zero_grad(set_to_none=True)
+        for batch, gain in zip(batches, advantages.split([len(batch.condition) for batch in batches]), strict=True):
+            for nth in range(trained):
+                transition = self._step(batch.condition, batch.latents[:, nth], nth)
+                ratio = (log_probability(batch.next_latents[:, nth], transition) - batch.logp[:, nth]).exp()
+                kept = torch.minimum(ratio * gain, ratio.clamp(1 - clip.clip_low, 1 + clip.clip_high) * gain)
+                (-kept.sum() / (len(advantages) * trained)).backward()
+        torch.nn.utils.clip_grad_norm_(state.trainable, self.config.optimiser.max_grad_norm or float("inf"))
+        state.optimiser.step()
+
+
+def _by_prompt(rewards: Tensor, prompts: list[str]) -> Tensor:
+    advantages = torch.zeros_like(rewards)
+    for prompt in set(prompts):
+        same = torch.tensor([each == prompt for each in prompts])
+        advantages[same] = (rewards[same] - rewards[same].mean()) / (rewards[same].std(correction=0) + 1e-6)
+    return advantages.clamp(-5, 5)

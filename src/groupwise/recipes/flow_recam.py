@@ -1,0 +1,34 @@
+"""ReCamMaster's task on Wan, for 8 NPUs or GPUs: each source clip seen along another camera path, four times.
+
+torchrun --nproc-per-node 8 -m groupwise train flow-recam --workload.pipeline FOLDER --workload.data FILE.jsonl \
+  --workload.camera-layers FILE.safetensors --workload.rewards camera=http://127.0.0.1:8000/camera quality=mine:quality
+"""
+
+from __future__ import annotations
+
+from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
+from groupwise.train.config import Config, OptimiserConfig
+from groupwise.workloads.flow.pipelines import RecamConfig
+from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
+
+
+def recipe() -> Config:
+    return Config(
+        RecamConfig(
+            SamplingConfig(
+                steps=20, shift=5.0, eta=0.7, guidance=5.0, storage="bfloat16", window=WindowConfig("moving", size=2)
+            ),
+            reference=True,
+            encode_rows_per_pass=1,
+            eval_rows_per_pass=2,
+        ),
+        steps=500,
+        conditions_per_step=8,
+        group_size=4,
+        rows_per_pass=2,  # 8 conditions x 4 members = 32 rollouts = 8 ranks x 2 passes x 2 rows
+        placement="shuffled",
+        reward=RewardConfig(weights={"camera": 0.6, "quality": 0.4}),
+        advantage=AdvantageConfig(clip=5.0),
+        loss=LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),
+        optimiser=OptimiserConfig(learning_rate=1e-4, ema_decay=0.95),
+    )

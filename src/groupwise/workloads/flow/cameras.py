@@ -1,0 +1,95 @@
+"""Camera paths: [frames, 12], each line the 3x4 pose (camera to world) of a frame relative to the first frame's."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.core.errors import UserError
+
+Path = Float[Tensor, "*batch frames 12"]
+Motion = Float[Tensor, "*batch 6"]
+"""A rotation vector (axis x angle) and a translation."""
+
+
+def check_path(camera: Tensor, frames: int, where: str) -> None:
+    """Refuse a camera path that does not say where the camera is in each of the frames."""
+    if camera.ndim != 2 or camera.shape[1] != 12:
+        raise UserError(
+            f"The camera path of {where} has shape {list(camera.shape)}: it must be [frames, 12], a 3x4 pose in each"
+            " line. Flatten the poses row by row."
+        )
+    if len(camera) != frames:
+        raise UserError(
+            f"The camera path of {where} has {len(camera)} poses for {frames} frames: it must have one for every"
+            " (latent) frame that is generated. Take the poses of exactly those frames."
+        )
+    if not camera.isfinite().all():
+        frame = int((~camera.isfinite()).any(1).nonzero()[0])
+        raise UserError(
+            f"The camera path of {where} holds {camera[frame][~camera[frame].isfinite()][0].item()} in frame {frame}:"
+            " every number must be finite. Mend the pose, or leave this condition out."
+        )
+    rotation = camera.double().view(-1, 3, 4)[..., :3]
+    gap = (rotation @ rotation.mT - torch.eye(3, dtype=torch.float64)).abs().amax((1, 2))
+    if (gap > 1e-2).any() or (torch.linalg.det(rotation) < 0).any():
+        frame = int((gap > 1e-2).nonzero()[0]) if (gap > 1e-2).any() else 0
+        raise UserError(
+            f"The camera path of {where} is no rigid motion in frame {frame}: the first three columns of each 3x4 pose"
+            f" must be a rotation (R R^T differs from 1 by {gap[frame]:.2g}). Check the order of the 12 numbers."
+        )
+
+
+def relative_to_first(camera: Path) -> Path:
+    """The same path seen from its first pose: inverse(first) x pose."""
+    rotation, translation = split(camera)
+    first = rotation[..., :1, :, :].mT
+    moved = (first @ (translation - translation[..., :1, :])[..., None])[..., 0]
+    return join(first @ rotation, moved)
+
+
+def split(camera: Path) -> tuple[Float[Tensor, "*batch frames 3 3"], Float[Tensor, "*batch frames 3"]]:
+    poses = camera.unflatten(-1, (3, 4))
+    return poses[..., :3], poses[..., 3]
+
+
+def join(rotation: Float[Tensor, "*batch 3 3"], translation: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 12"]:
+    return torch.cat([rotation, translation[..., None]], dim=-1).flatten(-2)
+
+
+def poses_of(motion: Motion) -> Float[Tensor, "*batch 12"]:
+    """The pose that a motion from the first pose leads to (Rodrigues' formula)."""
+    vector = motion[..., :3]
+    angle = vector.norm(dim=-1)[..., None, None]
+    cross = _cross_matrix(vector)
+    # sin(a)/a and (1 - cos(a))/a^2, which are smooth at 0
+    first = torch.sinc(angle / torch.pi)
+    second = torch.sinc(angle / (2 * torch.pi)) ** 2 / 2
+    rotation = torch.eye(3).to(motion) + first * cross + second * (cross @ cross)
+    return join(rotation, motion[..., 3:])
+
+
+def _cross_matrix(vector: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 3 3"]:
+    x, y, z = vector.unbind(-1)
+    zero = torch.zeros_like(x)
+    return torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1).unflatten(-1, (3, 3))
+
+
+def rotation_errors(found: Path, wanted: Path) -> Float[Tensor, "*batch frames"]:
+    """The angle, in radians, between two cameras at the same frames."""
+    ours, theirs = split(found)[0], split(wanted)[0]
+    # |R - R'| = 2 sqrt(2) sin(angle / 2): exact for small angles, where the arc cosine of the trace is not
+    chord = (ours - theirs).flatten(-2).norm(dim=-1) / 8**0.5
+    return 2 * torch.asin(chord.clamp(max=1.0))
+
+
+def translation_errors(found: Path, wanted: Path) -> Float[Tensor, "*batch frames"]:
+    """Distances between two cameras at the same frames, after one scale a path has been fitted to the found one.
+
+    The scale is not negative: a camera that goes the opposite way is as wrong as one that stays.
+    """
+    ours, theirs = split(found)[1], split(wanted)[1]
+    across = (-2, -1)
+    scale = (ours * theirs).sum(across, keepdim=True) / (ours * ours).sum(across, keepdim=True).clamp(min=1e-12)
+    return (scale.clamp(min=0) * ours - theirs).norm(dim=-1)

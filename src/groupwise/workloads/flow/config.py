@@ -1,0 +1,47 @@
+"""The settings of a flow model's training. No torch here: the heavy parts are imported in `build`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from groupwise.core.errors import require, require_types
+from groupwise.workloads.base import WorkloadConfig
+from groupwise.workloads.flow.schedule import SamplingConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from groupwise.workloads.flow.task import FlowTask
+    from groupwise.workloads.flow.workload import FlowWorkload
+
+
+@dataclass(frozen=True)
+class FlowConfig(WorkloadConfig):
+    """Subclass it beside a task: `task` says which model is trained, on which conditions, for which rewards."""
+
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    reference: bool = False
+    """Score under the first policy too, which costs a second pass: needed where loss.kl is above 0."""
+    remembered_conditions: int = 1024
+    """Conditions whose encodings are kept in memory; the oldest are computed again when needed."""
+    encode_rows_per_pass: int = 4
+    """Conditions that are encoded together, and clips that are decoded together. A memory knob."""
+    eval_rows_per_pass: int = 8
+    """Held-out clips that are generated together. A memory knob."""
+    eval_seed: int = 0
+    """Decides the noise from which held-out clips are generated: the same before and after training."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "workload.")
+        for name in ("remembered_conditions", "encode_rows_per_pass", "eval_rows_per_pass"):
+            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+
+    def task(self, device: torch.device) -> FlowTask:
+        """The model, its conditions and its rewards; the same on every rank."""
+        raise NotImplementedError(f"{type(self).__name__} must define task(device)")
+
+    def build(self, device: torch.device) -> FlowWorkload:
+        from groupwise.workloads.flow.workload import FlowWorkload
+
+        return FlowWorkload(self.task(device), self, device)

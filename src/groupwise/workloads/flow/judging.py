@@ -1,0 +1,43 @@
+"""Clips into named rewards. A reward that fails is missing, not zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.core.types import Terms
+from groupwise.workloads.flow.conditions import Condition
+from groupwise.workloads.judge import RewardFunction, judge
+
+
+def judge_clips(
+    functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], clips: Float[Tensor, "rows ..."]
+) -> Terms:
+    """All functions on all clips, with what their conditions are made of as columns."""
+    names = dict.fromkeys(name for condition in conditions for name in condition.columns)
+    columns: dict[str, list[Any]] = {name: [each.columns.get(name) for each in conditions] for name in names}
+    columns |= {
+        "cameras": [each.camera for each in conditions],
+        "sources": [each.source for each in conditions],
+        "names": [each.name for each in conditions],
+    }
+    return judge(functions, [each.prompt for each in conditions], list(clips), **columns)
+
+
+def judge_steps(
+    functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], expected: Sequence[Tensor], terms: Terms
+) -> Terms:
+    """The terms, and with them those of single steps: each step's expected clips are judged like finished ones."""
+    judged = [judge_clips(functions, conditions, clips) for clips in expected]
+    steps = {name: torch.stack([each.values[name] for each in judged], dim=1) for name in functions}
+    failures = {name: reason for each in judged for name, reason in each.failures.items()}
+    return Terms(terms.values, {**terms.failures, **failures}, steps)
+
+
+def weighed(terms: Terms, weights: Mapping[str, float]) -> Float[Tensor, " rows"]:
+    """The weighted sum of the terms that have a weight here."""
+    return torch.stack([weight * terms.values[name] for name, weight in weights.items()] or [torch.zeros(1)]).sum(0)

@@ -1,0 +1,60 @@
+"""What of a transformer is trained, and how the policy that training began with is reached again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.modeling_utils import ModelMixin
+from peft import LoraConfig
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.flow.models.camera_layers import camera_weights
+from groupwise.workloads.flow.models.reference import FirstWeights
+from groupwise.workloads.flow.training_parts import TrainConfig
+
+Reference = Callable[[], AbstractContextManager[None]]
+
+
+def choose_trained(transformer: ModelMixin, config: TrainConfig) -> Reference:
+    """Freeze all but what is trained; returns the way back to the first policy."""
+    transformer.requires_grad_(False)
+    if config.part == "lora":
+        return _add_lora(transformer, config)
+    if config.part == "all":
+        transformer.requires_grad_(True)
+    else:
+        found = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
+        if not found:
+            raise UserError("workload.train.part is 'camera', but this transformer has no camera layers. Take 'lora'.")
+        for weight in found.values():
+            weight.requires_grad_(True)
+    return FirstWeights(transformer).lent
+
+
+def _add_lora(transformer: Any, config: TrainConfig) -> Reference:
+    """A fresh adapter changes nothing; it is drawn from a seed of its own, the same on every rank."""
+    state = torch.get_rng_state()
+    torch.manual_seed(config.lora_seed)
+    names = [name for name, _ in transformer.named_modules()]
+    targets = [target for target in config.lora_targets if any(name.endswith(f".{target}") for name in names)]
+    if not targets:
+        raise UserError(
+            f"workload.train.lora_targets is {config.lora_targets}: no layer of {type(transformer).__name__} is called"
+            " like this. Name linear layers, such as to_q or to_v."
+        )
+    transformer.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
+    torch.set_rng_state(state)
+
+    @contextmanager
+    def without() -> Iterator[None]:
+        transformer.disable_adapters()
+        try:
+            yield
+        finally:
+            transformer.enable_adapters()
+
+    return without

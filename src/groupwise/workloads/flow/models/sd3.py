@@ -1,0 +1,82 @@
+"""Stable Diffusion 3's transformer from a pipeline folder: a prompt into a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.flow.conditions import Asked, Condition
+from groupwise.workloads.flow.models.adapters import choose_trained
+from groupwise.workloads.flow.models.base import UNPROMPTED, Encoding
+from groupwise.workloads.flow.models.folder import check_pipeline, load_rest, load_transformer, visiting
+from groupwise.workloads.flow.training_parts import TrainConfig
+
+
+class Sd3Model:
+    """Follows the FlowModel protocol; conditions are prompts alone."""
+
+    def __init__(
+        self,
+        folder: Path,
+        size: tuple[int, int],
+        *,
+        train: TrainConfig,
+        device: torch.device,
+        dtype: str = "bfloat16",
+        negative_prompt: str = "",
+    ):
+        check_pipeline(folder, "StableDiffusion3Pipeline")
+        self.device, self._negative = device, negative_prompt
+        self.policy: SD3Transformer2DModel = load_transformer(SD3Transformer2DModel, folder, dtype, device)
+        self._first = choose_trained(self.policy, train)
+        self.pipeline = load_rest(StableDiffusion3Pipeline, folder, dtype)
+        space = self.pipeline.vae_scale_factor
+        for name, value in zip(("height", "width"), size, strict=True):
+            if value % space:
+                lower = value // space * space
+                fitting = " or ".join(str(each) for each in (lower, lower + space) if each)
+                raise UserError(f"workload.{name} is {value}: the VAE needs a multiple of {space}. Take {fitting}.")
+        patch = self.policy.config.patch_size
+        channels = self.policy.config.in_channels
+        self.asked = Asked(latent=(channels, size[0] // space, size[1] // space), patch=(patch, patch))
+
+    @torch.no_grad()
+    def encode(self, conditions: Sequence[Condition]) -> list[Encoding]:
+        prompts, pipe = [condition.prompt for condition in conditions], self.pipeline
+        with visiting(self.device, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
+            encoded = pipe.encode_prompt(
+                prompts, None, None, device=self.device, negative_prompt=[self._negative] * len(prompts)
+            )
+        names = ("text", f"{UNPROMPTED}text", "pooled", f"{UNPROMPTED}pooled")
+        return [
+            {name: column[nth].cpu() for name, column in zip(names, encoded, strict=True)}
+            for nth in range(len(prompts))
+        ]
+
+    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Encoding) -> Tensor:
+        dtype = self.policy.dtype
+        (found,) = self.policy(
+            hidden_states=latents.to(dtype),
+            timestep=1000 * sigma,
+            encoder_hidden_states=encoding["text"].to(dtype),
+            pooled_projections=encoding["pooled"].to(dtype),
+            return_dict=False,
+        )
+        return found.float()
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        vae = self.pipeline.vae
+        with visiting(self.device, vae):
+            scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+            pictures = vae.decode(scaled.to(vae.dtype)).sample
+        return pictures.float().clamp(-1, 1).cpu()
+
+    def reference(self) -> AbstractContextManager[None]:
+        return self._first()

@@ -1,0 +1,1 @@
+"""The embedded task: clips of a textured plane, seen by a camera whose path is asked for."""

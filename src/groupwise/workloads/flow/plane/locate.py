@@ -1,0 +1,80 @@
+"""Find where a camera was from the frames it took of a known scene, and how well any camera explains them.
+
+Gauss-Newton with damping on the pixel differences (Lucas and Kanade, "An iterative image registration technique",
+1981), one frame at a time, each begun where the frame before it was found. Where the camera was asked to go is not
+looked at, so a clip that shows nothing is not found there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from groupwise.workloads.flow.cameras import poses_of
+from groupwise.workloads.flow.plane.scene import Scenes, meet
+
+_ROUNDS = 5
+_DAMPING = 1e-3
+_NUDGE = 3e-3
+_FARTHEST = 0.9
+
+
+@dataclass(frozen=True)
+class Located:
+    """The camera of each frame, and what it leaves unexplained."""
+
+    motion: Float[Tensor, "clips frames 6"]
+    camera: Float[Tensor, "clips frames 12"]
+    explained: Float[Tensor, "clips frames"]
+    """1 - squared pixel differences / squared pixels of the scene seen from there; at most 1."""
+
+
+def locate(scenes: Scenes, clip: Float[Tensor, "clips colours frames side side"]) -> Located:
+    """The cameras of clips of known scenes."""
+    frames = clip.permute(2, 0, 3, 4, 1).flatten(2, 3)
+    motion = torch.zeros(clip.shape[0], 6)
+    found, explained = [], []
+    for frame in frames:
+        motion = _register(scenes, frame, motion)
+        seen = scenes.paint(meet(poses_of(motion)))
+        error = (frame - seen).square().flatten(1).sum(1) / seen.square().flatten(1).sum(1).clamp(min=1e-6)
+        found.append(motion)
+        explained.append(1 - error)
+    motions = torch.stack(found, dim=1)
+    return Located(motions, poses_of(motions), torch.stack(explained, dim=1))
+
+
+def _register(scenes: Scenes, frame: Tensor, motion: Tensor) -> Tensor:
+    """Walk from a motion to the one that explains the frame best; a step that explains less is not taken."""
+    cost = _cost(scenes, frame, motion)
+    damping = torch.full_like(cost, _DAMPING)
+    for _ in range(_ROUNDS):
+        slope, gap = _linearised(scenes, frame, motion)
+        normal = slope.mT @ slope / slope.shape[1]
+        pull = (slope.mT @ gap[..., None])[..., 0] / slope.shape[1]
+        ridge = torch.eye(6).to(normal) * damping[:, None, None]
+        step = torch.linalg.solve((normal + ridge).double(), pull.double()).float()  # turning and moving look alike
+        tried = (motion + step).clamp(-_FARTHEST, _FARTHEST)
+        tried_cost = _cost(scenes, frame, tried)
+        better = tried_cost < cost
+        motion = torch.where(better[:, None], tried, motion)
+        cost = torch.where(better, tried_cost, cost)
+        damping = torch.where(better, damping / 4, damping * 8)
+    return motion
+
+
+def _cost(scenes: Scenes, frame: Tensor, motion: Tensor) -> Tensor:
+    return (frame - scenes.paint(meet(poses_of(motion)))).square().flatten(1).sum(1)
+
+
+def _linearised(scenes: Scenes, frame: Tensor, motion: Tensor) -> tuple[Tensor, Tensor]:
+    """How every pixel value changes with the six numbers, and how far it is from the frame's."""
+    places = meet(poses_of(motion))
+    nudged = motion[:, None] + _NUDGE * torch.eye(6).to(motion)
+    moved = meet(poses_of(nudged).flatten(0, 1)).unflatten(0, (-1, 6))
+    shift = (moved - places[:, None]) / _NUDGE
+    slope = torch.einsum("npck,njpk->npcj", scenes.slope(places), shift)
+    return slope.flatten(1, 2), (frame - scenes.paint(places)).flatten(1)

@@ -1,0 +1,75 @@
+"""Camera paths and their errors."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.workloads.flow.cameras import (
+    check_path,
+    join,
+    poses_of,
+    relative_to_first,
+    rotation_errors,
+    split,
+    translation_errors,
+)
+
+NUMBERS = st.floats(-1.2, 1.2)
+MOTIONS = st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=2, max_size=5).map(torch.tensor)
+
+
+def turned(angle, translation=(0.0, 0.0, 0.0)):
+    return poses_of(torch.tensor([[0.0, 0.0, angle, *translation]], dtype=torch.float64))
+
+
+def test_poses_by_hand():
+    rotation, translation = split(turned(math.pi / 2, (1.0, 2.0, 3.0)))
+    assert_close(rotation[0], torch.tensor([[0.0, -1, 0], [1, 0, 0], [0, 0, 1]], dtype=torch.float64))
+    assert translation.tolist() == [[1, 2, 3]]
+
+
+def test_errors_by_hand():
+    assert rotation_errors(turned(0.5), turned(0.2)).item() == pytest.approx(0.3)
+    assert rotation_errors(turned(1e-6), turned(0.0)).item() == pytest.approx(1e-6)
+    far, near = (torch.stack([turned(0.0, (0.0, 0.0, 0.0))[0], turned(0.0, (2.0 * s, 0, 0))[0]]) for s in (1, 0.5))
+    assert_close(translation_errors(near, far), torch.zeros(2, dtype=torch.float64))  # the scale is free
+    opposite = torch.stack([turned(0.0)[0], turned(0.0, (-2.0, 0, 0))[0]])
+    assert translation_errors(opposite, far).tolist() == [0, 2]  # but not its sign
+
+
+@given(MOTIONS)
+def test_rotations_are_rotations_and_a_path_begins_at_home(motions):
+    path = relative_to_first(poses_of(motions.double()))
+    rotation, translation = split(path)
+    assert_close(rotation @ rotation.mT, torch.eye(3, dtype=torch.float64).expand_as(rotation), atol=1e-6, rtol=0)
+    assert_close(rotation[0], torch.eye(3, dtype=torch.float64), atol=1e-9, rtol=0)
+    assert_close(translation[0], torch.zeros(3, dtype=torch.float64), atol=1e-9, rtol=0)
+    check_path(path, len(path), "a test")
+
+
+@given(MOTIONS, st.lists(NUMBERS, min_size=6, max_size=6).map(torch.tensor))
+def test_another_world_frame_is_the_same_path(motions, elsewhere):
+    path = poses_of(motions.double())
+    (outer, origin), (rotation, translation) = split(poses_of(elsewhere.double()[None])), split(path)
+    moved = join(outer @ rotation, (outer @ translation[..., None])[..., 0] + origin)
+    assert_close(relative_to_first(moved), relative_to_first(path), atol=1e-6, rtol=0)
+    assert_close(rotation_errors(path, path), torch.zeros(len(path), dtype=torch.float64), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("camera", "said"),
+    [
+        (torch.zeros(5, 3, 4), r"shape \[5, 3, 4\]: it must be \[frames, 12\]"),
+        (poses_of(torch.zeros(4, 6)), "has 4 poses for 5 frames"),
+        (poses_of(torch.zeros(5, 6)).index_fill(0, torch.tensor([3]), math.nan), "holds nan in frame 3"),
+        (2 * poses_of(torch.zeros(5, 6)), "no rigid motion in frame 0"),
+    ],
+)
+def test_paths_that_are_none_are_refused(camera, said):
+    with pytest.raises(gw.UserError, match=said):
+        check_path(camera, 5, "clip 7")

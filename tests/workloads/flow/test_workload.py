@@ -1,0 +1,216 @@
+"""A flow model as a workload: the laws hold for it, members share what they can, only the window is kept."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from processes import TESTS
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.core.advantage import compare
+from groupwise.core.identity import check_groups
+from groupwise.core.placement import Rows
+from groupwise.core.reward import weigh
+from groupwise.train.folder import read_lines
+from groupwise.workloads.flow.conditions import ids_of
+from groupwise.workloads.flow.plane.task import plane_conditions
+from groupwise.workloads.flow.sampling import Denoiser
+from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig, window_at
+from groupwise.workloads.flow.steppers import surprise
+from workloads.flow.small import CPU, SmallConfig, recipe
+
+GOLDEN = TESTS / "golden" / "flow.json"
+
+
+def built(**sampling):
+    window = sampling.pop("window", WindowConfig("moving", 1.0))
+    return SmallConfig(SamplingConfig(**{"steps": 4, "window": window, **sampling})).build(CPU)
+
+
+def rows_of(conditions, members, rows_per_pass=1000, step=0):
+    condition = torch.arange(conditions).repeat_interleave(members)
+    return Rows(5, step, rows_per_pass, condition, torch.arange(members).repeat(conditions), condition)
+
+
+def rolled(workload, *arguments, **more):
+    with torch.no_grad():
+        return workload.rollout(rows_of(*arguments, **more))
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stepper", ["flow_sde", "dance_sde", "cps"])
+def test_before_an_update_the_ratio_is_exactly_one(storage, stepper):
+    workload = built(storage=storage, stepper=stepper, eta=0.5, guidance=2.0)
+    rollouts = rolled(workload, 2, 3, step=1)
+    scored = workload.score(rollouts)
+    assert rollouts.data["path"].dtype == getattr(torch, storage)
+    assert torch.equal(scored.logp, rollouts.logp)
+    assert scored.logp.requires_grad
+
+
+def test_what_was_drawn_is_standard_noise_and_only_the_window_is_stored():
+    workload = built(steps=6, window=WindowConfig("moving", 1.0, size=2))
+    rollouts = rolled(workload, 4, 4, step=2)
+    path = rollouts.data["path"]
+    assert rollouts.data["steps"].unique().tolist() == [2, 3]
+    assert path.shape == (16, 3, 3, 5, 12, 12)  # of 7 latents, each once
+    denoiser = Denoiser(workload.config.sampling, workload.shape, range(0), CPU)
+    velocity = workload._velocity(workload.encodings, rollouts.data["condition"])
+    for nth, steps in enumerate(rollouts.data["steps"].unbind(1)):
+        transition = denoiser.transition(path[:, nth], velocity, steps)
+        assert surprise(path[:, nth + 1], transition).mean().item() == pytest.approx(1.0, abs=0.03)
+
+
+def test_members_branch_from_one_start_that_is_computed_once(monkeypatch):
+    workload = built(steps=6, window=WindowConfig("moving", 1.0, size=1))
+    asked = []
+    velocity = workload.model.velocity
+
+    def counting(latents, sigma, encoding):
+        asked.append(len(latents))
+        return velocity(latents, sigma, encoding)
+
+    monkeypatch.setattr(workload.model, "velocity", counting)
+    rollouts = rolled(workload, 2, 4, step=3)
+    starts = rollouts.data["path"][:, 0].view(2, 4, -1)
+    assert torch.equal(starts[:, 0], starts[:, 3])
+    assert not torch.equal(starts[0, 0], starts[1, 0])
+    ends = rollouts.data["latents"].view(2, 4, -1)
+    assert not torch.equal(ends[:, 0], ends[:, 1])
+    # 3 steps before the window for 2 groups; 1 in it and 2 after it for 8 members
+    assert asked == [2] * 3 + [8] * 3
+    alone = built(steps=6, branch=False, window=WindowConfig("moving", 1.0, size=1))
+    apart = rolled(alone, 2, 4, step=3).data["path"][:, 0].view(2, 4, -1)
+    assert not torch.equal(apart[:, 0], apart[:, 1])
+
+
+def test_the_cut_and_the_neighbours_change_nothing():
+    workload = built(window=WindowConfig("all"))
+    whole, cut = rolled(workload, 3, 4), rolled(workload, 3, 4, rows_per_pass=2)
+    assert_close(whole.data["latents"], cut.data["latents"], rtol=0, atol=1e-5)
+    assert_close(whole.logp, cut.logp, rtol=0, atol=1e-5)
+    alone = Rows(5, 0, 1, *(torch.tensor([number]) for number in (2, 3, 2)))
+    with torch.no_grad():
+        single = workload.rollout(alone)
+    assert_close(single.data["latents"][0], whole.data["latents"][11], rtol=0, atol=1e-5)
+    some = torch.tensor([7, 2])
+    assert_close(workload.score(whole.select(some)).logp, whole.logp[some], rtol=0, atol=1e-5)
+
+
+def test_guidance_is_part_of_sampling_and_of_scoring():
+    plain, guided = built(), built(guidance=3.0)
+    first, second = rolled(plain, 1, 2), rolled(guided, 1, 2)
+    assert not torch.allclose(first.data["latents"], second.data["latents"])
+    assert not torch.allclose(plain.score(second).logp, second.logp)
+    # by hand: without + 3 (with - without)
+    latents, sigma = first.data["latents"], torch.full((2,), 0.5)
+    encoding = guided.encodings.of(torch.zeros(2, dtype=torch.int64), CPU)
+    told = {name: encoding[name] for name in ("text", "source", "camera")}
+    given = guided.model.velocity(latents, sigma, told)
+    without = guided.model.velocity(latents, sigma, {**told, "text": encoding["unprompted_text"]})
+    velocity = guided._velocity(guided.encodings, torch.zeros(2, dtype=torch.int64))
+    assert_close(velocity(latents, sigma), without + 3 * (given - without), rtol=0, atol=1e-5)
+
+
+def test_encodings_are_computed_once_per_condition():
+    workload = built()
+    workload.score(rolled(workload, 4, 4, rows_per_pass=3))
+    rolled(workload, 4, 4, step=1)
+    assert workload.encodings.computed == 4
+    forgetful = SmallConfig(remembered_conditions=2).build(CPU)
+    rolled(forgetful, 4, 2)
+    assert forgetful.encodings.computed > 4
+
+
+def test_an_id_is_made_from_everything():
+    (condition,) = plane_conditions(torch.arange(1))
+    moved = replace(condition, camera=condition.camera.flip(0))
+    others = [
+        replace(condition, prompt="at dusk"),
+        replace(condition, source=condition.source + 1e-6),
+        moved,
+        replace(condition, name="another"),
+    ]
+    ids = [int(ids_of([each])[0]) for each in (condition, *others)]
+    assert len(set(ids)) == 5
+    assert ids_of([condition]).tolist() == ids_of([condition]).tolist()
+    with pytest.raises(gw.UserError, match="do not share one condition"):
+        check_groups(torch.tensor([0, 0]), torch.tensor([ids[0], ids[3]]))
+
+
+def test_the_reference_is_the_first_policy_and_the_divergence_from_it_has_a_gradient():
+    workload = SmallConfig(reference=True).build(CPU)
+    rollouts = rolled(workload, 2, 2)
+    assert workload.score(rollouts).kl.abs().max() == 0
+    with torch.no_grad():
+        workload.policy.proj_out.bias.add_(0.1)
+    scored = workload.score(rollouts)
+    assert (scored.kl > 0).all()
+    scored.kl.sum().backward()
+    assert workload.policy.proj_out.bias.grad.abs().min() > 0
+    with workload.model.reference():
+        assert torch.equal(workload.score(rollouts).logp, rollouts.logp)
+    assert not torch.equal(workload.score(rollouts).logp, rollouts.logp)
+
+
+def test_the_gradient_of_the_surrogate_is_that_of_the_log_probability():
+    """A member pushed up becomes likelier, and more so than its siblings."""
+    workload = built()
+    rollouts = rolled(workload, 1, 4)
+    workload.score(rollouts).logp[2].sum().backward()
+    with torch.no_grad():
+        for weight in workload.policy.parameters():
+            weight.add_(1e-3 * weight.grad / 1.0)
+    change = (workload.score(rollouts).logp - rollouts.logp).sum(1)
+    assert change[2] > 0
+    assert change.argmax() == 2
+
+
+def test_steps_with_rewards_of_their_own_have_advantages_of_their_own():
+    workload = SmallConfig(step_rewards=True).build(CPU)
+    rollouts = rolled(workload, 2, 4)
+    terms = workload.rewards(rollouts)
+    assert terms.steps["expected warmth"].shape == rollouts.logp.shape
+    rewards = weigh(terms, gw.RewardConfig(weights={"steadiness": 0.0}))
+    advantages = compare(rewards, rollouts.group_ids)
+    assert advantages.values.shape == rollouts.logp.shape
+    assert_close(advantages.values.view(2, 4, -1).mean(1), torch.zeros(2, 2, dtype=torch.float64), rtol=0, atol=1e-9)
+    by_hand = terms.values["warmth"] + terms.steps["expected warmth"][:, 1]
+    group = by_hand[:4]
+    assert_close(advantages.values[:4, 1], (group - group.mean()) / (group.std(correction=0) + 1e-6))
+
+
+def run_of(folder, config, **run):
+    gw.train(replace(config, run=replace(config.run, run_dir=folder, **run)))
+    return [entry["reward"] for entry in read_lines(folder / "metrics.jsonl")]
+
+
+def test_it_trains_along_the_golden_curve_and_keeps_what_people_look_at(tmp_path):
+    rewards = run_of(tmp_path, replace(recipe(), steps=6))
+    assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=2e-3)
+    before, after = (json.loads((tmp_path / "eval.json").read_text())[moment] for moment in ("before", "after"))
+    assert after["held-out reward"] > before["held-out reward"] + 0.02
+    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    assert set(sample) >= {"prompt", "name", "trained_steps", "reward", "advantage"}
+
+
+def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
+    for name, steps in (("straight", (4,)), ("stopped", (2, 4))):
+        for last in steps:
+            run_of(tmp_path / name, replace(recipe(), steps=last), resume=True, preflight=False)
+    for file in ("policy.safetensors", "ema.safetensors", "optimiser.pt"):
+        straight, stopped = (
+            (tmp_path / name / "checkpoints" / "step-000004" / file).read_bytes() for name in ("straight", "stopped")
+        )
+        assert straight == stopped
+
+
+def test_step_rewards_train_too(tmp_path):
+    config = replace(recipe(), workload=SmallConfig(step_rewards=True, reference=True), steps=2)
+    run_of(tmp_path, config)
+    (entry, *_) = read_lines(tmp_path / "metrics.jsonl")
+    assert "reward/expected warmth" in entry
+    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    assert len(sample["advantage"]) == len(window_at(config.workload.sampling, 0))
