@@ -92,7 +92,7 @@ def run(words: list[str], as_json: bool) -> int:
         missing = plan.current.stages.peak - plan.device
         print(
             f"groupwise: the plan does not fit: {readable(plan.current.stages.peak)} are needed on each rank and the"
-            f" device has {readable(plan.device)}, so {readable(missing)} are missing. What to lower first stands above.",
+            f" device has {readable(plan.device)}, so {readable(missing)} are missing. The list says what to lower.",
             file=sys.stderr,
         )
     return 0 if plan.fits else 2
@@ -123,8 +123,8 @@ def _of_recipe(config: Config, options: Options) -> tuple[MemoryModel, Job]:
     model = config.workload.memory()
     if model is None:
         raise UserError(
-            f"{type(config.workload).__name__} says nothing about its memory (its method memory() returns None), so there"
-            " is no arithmetic to do. `groupwise train` measures it step by step; docs/memory.md says how to give a"
+            f"{type(config.workload).__name__} says nothing about its memory (its method memory() returns None), so"
+            " there is no arithmetic to do. `groupwise train` measures it step by step; docs/memory.md says how to give a"
             " workload of your own a plan."
         )
     return model, config.job(ranks=options.ranks, sharded=options.sharded)

@@ -11,10 +11,12 @@ from typing import Literal
 
 from groupwise.core.errors import require
 from groupwise.plan.architecture import Architecture
-from groupwise.plan.parts import Job, Stages, Trained, without_nothing
+from groupwise.plan.parts import Job, Stages, Trained, fullest, without_nothing
 
 CHUNK_NUMBERS, FEWEST_TOKENS = 1 << 21, 64
 """Of the chunked head: logits that are held at a time, and tokens at least."""
+PREFILL_TOKENS, DRAWN_NUMBERS = 8192, 1 << 24
+"""Of the rollout: prompt tokens that go through the model together, logits that are held together."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -40,24 +42,26 @@ class LanguageMemory:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
     def stages(self, job: Job) -> Stages:
-        held = self._held(job)
+        held = self._trained().parts(job, reference_copies=self.reference_copies)
         rollout = {name: held[name] for name in ("weights", "optimiser", "averaged weights", "reference")}
-        return Stages(
-            without_nothing({**rollout, **self._rollout(job)}),
-            without_nothing({**held, **self._update(job)}),
-        )
+        in_step = self._trained().in_step(job, self._largest())
+        update = fullest(held, self._moments(job), in_step, one_pass=job.shape.passes == 1)
+        return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 
     # Weights and what training adds to them
 
-    def _held(self, job: Job) -> dict[str, int]:
+    def _trained(self) -> Trained:
         if self.lora_rank is None:
-            kept = 8 if self.dtype == "float64" else 4  # trained weights are not kept in bfloat16
-            return Trained(0, self.model.parameters, trained_bytes=kept).parts(
-                job, reference_copies=self.reference_copies
-            )
+            return Trained(0, self.model.parameters, trained_bytes=max(4, self._compute_bytes))
         adapter = self.model.adapter_numbers(self.lora_rank)
-        trained = Trained(self.model.parameters, adapter, NUMBER_BYTES[self.dtype], max(4, self._compute_bytes))
-        return trained.parts(job, reference_copies=self.reference_copies)
+        return Trained(self.model.parameters, adapter, NUMBER_BYTES[self.dtype], max(4, self._compute_bytes))
+
+    def _largest(self) -> int:
+        """Numbers of the largest tensor that is trained."""
+        model = self.model
+        if self.lora_rank is not None:
+            return self.lora_rank * max(model.width, model.inner, model.query_width)
+        return max(model.head_numbers, model.width * model.inner * (2 * model.experts or 1))
 
     @property
     def _compute_bytes(self) -> int:
@@ -71,9 +75,11 @@ class LanguageMemory:
         model, number = self.model, self._compute_bytes
         cached = prompts * self.prompt_tokens + rows * self.completion_tokens
         wide = max(4, number)
-        prefill = prompts * self.prompt_tokens * (4 * model.width + self._inner_at_once) * wide
+        entering = min(prompts * self.prompt_tokens, max(PREFILL_TOKENS, self.prompt_tokens))
+        prefill = entering * (4 * model.width + self._inner_at_once) * wide + model.kv_bytes(entering, number)
         decode = rows * (4 * model.width + self._inner_at_once) * wide
-        drawn = 4 * rows * model.vocabulary * wide  # logits, probabilities, their sums and products
+        at_once = min(rows, max(1, DRAWN_NUMBERS // model.vocabulary))
+        drawn = 4 * at_once * model.vocabulary * wide  # logits, probabilities, their sums and products
         return {
             "KV cache": model.kv_bytes(cached, number),
             "activations": max(prefill, decode),
@@ -96,7 +102,8 @@ class LanguageMemory:
         longest_row = self.prompt_tokens + self.completion_tokens - 1
         return min(tokens, max(self.tokens_per_pass, longest_row)) if self.tokens_per_pass else tokens
 
-    def _update(self, job: Job) -> dict[str, int]:
+    def _moments(self, job: Job) -> list[dict[str, int]]:
+        """At the head on the way forward, at the head on the way back, inside a layer on the way back."""
         tokens, model = self.tokens_in_pass(job), self.model
         layer, wide = self._kept_by_layer(), max(4, self._compute_bytes)
         kept = model.layers * model.width * wide if self.checkpointing else model.layers * layer
@@ -106,21 +113,18 @@ class LanguageMemory:
         final = tokens * (2 if self.lora_rank else 3) * model.width * wide + predicted * model.width * wide
         chunk = min(predicted, max(FEWEST_TOKENS, CHUNK_NUMBERS // model.vocabulary)) * model.vocabulary * 3 * wide
         into_head = 0 if self.lora_rank else model.head_numbers * wide
-        moments = [
-            {"logits (chunk)": chunk, "activations": final},
+        always = {"cast weights": self._cast_weights()}
+        below = tokens * (kept + angles)
+        return [
+            {"logits (chunk)": chunk, "activations": below + final, **always},
             {
                 "logits (chunk)": chunk // 3,
-                "activations": final + 2 * predicted * model.width * wide,
+                "activations": below + final + 2 * predicted * model.width * wide,
                 "gradient of the head": into_head,
+                **always,
             },
-            {"activations": tokens * in_layer},
+            {"activations": below + tokens * in_layer, **always},
         ]
-        moment = max(moments, key=lambda parts: sum(parts.values()))
-        return {
-            **moment,
-            "activations": moment["activations"] + tokens * (kept + angles),
-            "cast weights": self._cast_weights(),
-        }
 
     def _kept_by_layer(self) -> int:
         """Bytes that a layer keeps of one token: for attention, two norms, and the feed-forward part or its experts."""
@@ -140,8 +144,9 @@ class LanguageMemory:
 
     def _backward_of_layer(self) -> int:
         """What the backward pass of a layer adds to what it kept: gradients inside the feed-forward part."""
-        times = self.model.top_k if self.model.experts else 1
-        return 2 * times * self.model.inner * self._compute_bytes
+        if self.model.experts:
+            return 2 * self.model.top_k * (self.model.inner + self.model.width) * self._compute_bytes
+        return 2 * self.model.inner * self._compute_bytes
 
     def _cast_weights(self) -> int:
         """Trained in float32, computed in bfloat16: each weight is rounded once a pass, and kept for its backward."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.shape import Shape
@@ -22,6 +22,8 @@ class Job:
     ema: bool = False
     sharded: bool = False
     """Weights, gradients and optimiser divided over the ranks (FSDP)."""
+    all_at_once: bool = True
+    """The optimiser's step works on all weights together, as on accelerators; on the CPU one after another."""
 
     @property
     def shards(self) -> int:
@@ -88,3 +90,20 @@ class Trained:
             "reference": reference_copies * (frozen + trained),
         }
         return {name: -(-size // job.shards) for name, size in whole.items()}
+
+    def in_step(self, job: Job, largest: int) -> int:
+        """Intermediate results of AdamW's step: one for every number, or two for the largest weight at a time."""
+        numbers = self.trained if job.all_at_once else 2 * largest
+        return -(-numbers * self.trained_bytes // job.shards)
+
+
+def fullest(held: dict[str, int], moments: Sequence[Parts], in_step: int, *, one_pass: bool) -> dict[str, int]:
+    """The fullest moment of an update: of its passes, or of the optimiser's step.
+
+    In a step of one pass, gradients come while activations go: only what is larger is held at a time.
+    """
+    moment = max(moments, key=lambda parts: sum(parts.values()))
+    kept = max(0, held["gradients"] - sum(moment.values())) if one_pass else held["gradients"]
+    if kept + sum(moment.values()) >= held["gradients"] + in_step:
+        return {**held, "gradients": kept, **moment}
+    return {**held, "optimiser's results": in_step}

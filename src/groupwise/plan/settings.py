@@ -13,7 +13,8 @@ from groupwise.plan.parts import Job, Stages
 Predict = Callable[[Job], Stages]
 RECOMMENDED, AGGRESSIVE = 0.60, 0.85
 """Shares of the device that the two proposals aim at."""
-_MOST_GROWTH = 64
+_GROWTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""How many times more conditions a step are proposed at most."""
 
 
 @dataclass(frozen=True)
@@ -77,25 +78,16 @@ def propose(job: Job, predict: Predict, device: int, share: float) -> Setting:
     even one row stays below, one row it is.
     """
     best = setting(_with_rows(job, 1), predict, device)
-    growth = 1
-    while growth <= _MOST_GROWTH:
-        shape = job.shape
-        wider = replace(
-            job,
-            shape=replace(
-                shape,
-                rows_per_pass=1,
-                conditions=max(shape.conditions, 2 * shape.conditions_per_step * growth),
-                conditions_per_step=shape.conditions_per_step * growth,
-            ),
-        )
-        found = _most_rows(wider, predict, device, share)
-        if found is None or found.shape.rows_per_pass <= best.shape.rows_per_pass:
+    for growth in _GROWTHS:
+        per_step = job.shape.conditions_per_step * growth
+        conditions = max(job.shape.conditions, 2 * per_step)
+        wider = replace(job.shape, rows_per_pass=1, conditions=conditions, conditions_per_step=per_step)
+        found = _most_rows(replace(job, shape=wider), predict, device, share)
+        if found is None:
             break
-        best = found
+        best = max(best, found, key=lambda each: each.shape.rows_per_pass)
         if found.shape.rows_per_pass < found.shape.rollouts_per_rank:
             break
-        growth *= 2
     return best
 
 
