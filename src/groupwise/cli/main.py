@@ -14,6 +14,7 @@ from groupwise.core.errors import UserError
 
 COMMANDS = {
     "train": "train a recipe: progress, live memory, resumable",
+    "plan": "bytes by part before launch, settings that fit, what to lower first",
     "check": "preflight alone: is the set-up sound? Trains nothing",
     "place": "show which member of which group runs where",
     "eval": "evaluate the newest checkpoint of a run",

@@ -13,9 +13,29 @@ _NUMBERS = {
     "str": (str,),
 }
 
+_SHORTAGES = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "alloc_failed")
+"""Words of a failed allocation, as torch, its libraries and the system put it."""
+
 
 class UserError(ValueError):
     """A value that cannot be used: the message holds the value, the rule and the remedy."""
+
+
+class OutOfMemoryError(UserError):
+    """Some rank ran out of memory; raised on all of them, so that they can agree on smaller pieces."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, says that memory ran out: on an accelerator, on the CPU, or in Python."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+        text = str(error).lower()
+        if named or (isinstance(error, RuntimeError | OSError) and any(words in text for words in _SHORTAGES)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -117,6 +117,11 @@ def nearest_fitting(shape: Shape, name: str) -> list[int]:
     return [v for v in (below, above) if v is not None]
 
 
+def largest_fitting_rows(shape: Shape, most: int) -> int | None:
+    """The largest rows_per_pass up to `most` with which the shape fits; None below 1. One row always fits."""
+    return next((rows for rows in range(most, 0, -1) if _fits(shape, "rows_per_pass", rows)), None)
+
+
 def _fits(shape: Shape, name: str, value: int) -> bool:
     """Whether the shape would fit with one number changed (asked without making it, which would raise)."""
     changed = object.__new__(Shape)

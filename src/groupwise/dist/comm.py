@@ -15,7 +15,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
+
+PACK = 1 << 22
+"""Numbers that are sent together when gradients are summed: small tensors share one exchange."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +62,24 @@ class Comm:
     def together(self, what: str) -> Iterator[None]:
         """What fails on one rank fails on all of them with the same message, so that nobody is left waiting.
 
-        Inside runs what a user wrote; whatever it raises is told as theirs to mend, with the line it came from.
+        Inside runs what a user wrote; whatever it raises is told as theirs to mend, with the line it came from. When
+        memory ran out, and nothing worse happened, `OutOfMemoryError` is raised.
         """
         failure: Exception | None = None
         try:
             yield
         except Exception as error:  # noqa: BLE001 - a user's code may raise anything
             failure = error
-        message = None if failure is None else _told(failure, what)
+        short, message = is_out_of_memory(failure), None if failure is None else _told(failure, what)
+        if failure is not None and short:
+            _forget(failure)
         if self.any(message is not None):
-            first = next(found for found in self.gather_objects([message]) if found is not None)
-            raise UserError(first) from failure
+            everyone = [(*found, rank) for rank, found in enumerate(self.gather_objects([(short, message)]))]
+            for found_short, told, _ in everyone:
+                if told is not None and not found_short:
+                    raise UserError(told) from failure
+            _, told, rank = next(found for found in everyone if found[0])
+            raise OutOfMemoryError(f"{told} (rank {rank} of {self.ranks})" if self.ranks > 1 else told) from None
 
     def from_main(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -83,24 +93,23 @@ class Comm:
             self._state.wait_for_everyone()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over the ranks in one exchange per dtype.
+        """Add up gradients over the ranks: large ones where they are, small ones packed together.
 
         A rank that had no rows brings zeros, so nobody waits for it; a parameter without a gradient has zero
-        everywhere, with one rank as with many.
+        everywhere, with one rank as with many. All memory is taken, and everyone has it, before anything is sent.
         """
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            by_dtype.setdefault(parameter.dtype, []).append(parameter.grad)
-        if self.ranks == 1:
-            return
-        for gradients in by_dtype.values():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
+        with self.together("Making room to sum the gradients"):
+            gradients = [_gradient(parameter) for parameter in parameters]
+            packs = _packs(gradients) if self.ranks > 1 else []
+            largest = max((_numbers(pack) for pack in packs if len(pack) > 1), default=0)
+            room = {pack[0].dtype: pack[0].new_empty(largest) for pack in packs}
+        for pack in packs:
+            flat = pack[0].view(-1)
+            if len(pack) > 1:
+                flat = torch.cat([part.flatten() for part in pack], out=room[flat.dtype][: _numbers(pack)])
             dist.all_reduce(flat)
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient.copy_(part.view_as(gradient))
+            for part, total in zip(pack, flat.split([part.numel() for part in pack]), strict=True):
+                part.copy_(total.view_as(part))
 
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self.ranks == 1:
@@ -108,6 +117,39 @@ class Comm:
         packed = torch.tensor(numbers, dtype=_widest_float(self.device), device=self.device)
         dist.all_reduce(packed, op=operation)
         return [float(number) for number in packed.tolist()]
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    if not parameter.grad.is_contiguous():
+        parameter.grad = parameter.grad.contiguous()
+    return parameter.grad
+
+
+def _packs(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Runs of gradients of one dtype with at most PACK numbers; a larger one is alone."""
+    packs: list[list[Tensor]] = []
+    for gradient in sorted(gradients, key=lambda gradient: str(gradient.dtype)):
+        last = packs[-1] if packs else []
+        if last and last[0].dtype == gradient.dtype and _numbers(last) + gradient.numel() <= PACK:
+            last.append(gradient)
+        else:
+            packs.append([gradient])
+    return packs
+
+
+def _numbers(tensors: Sequence[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)
+
+
+def _forget(error: BaseException) -> None:
+    """Let go of what the failed calls held: their frames keep every tensor that they had a name for."""
+    cause: BaseException | None = error
+    while cause is not None:
+        traceback.clear_frames(cause.__traceback__)
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
 
 
 def _told(error: Exception, what: str) -> str:

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def write_checkpoint(
         "step": state.step,
         "updates": state.updates,
         "ranks": ranks,
+        "cut": asdict(state.cut),
         "config": config,
         "versions": {
             "python": platform.python_version(),

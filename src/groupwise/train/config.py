@@ -14,7 +14,11 @@ import tyro
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
 from groupwise.core.shape import Shape
+from groupwise.plan.parts import Job
 from groupwise.workloads.base import WorkloadConfig
+
+PLENTY = 10**12
+"""Conditions, where the size of the dataset does not matter."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,14 @@ class RunConfig:
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
     preflight: bool = True
     """Check the set-up on the first pass before training."""
+    grow_after: int = 100
+    """When memory ran out and rows_per_pass was halved: steps without a shortage after which it grows again, towards
+    what was set. Each further shortage doubles the wait. 0 for never."""
 
     def __post_init__(self) -> None:
         require_types(self)
         least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1}
-        least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0}
+        least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0, "grow_after": 0}
         for name, number in least.items():
             require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
 
@@ -128,6 +135,15 @@ class Config:
                 f" {max(0, most)} or less."
             )
         return Shape(conditions, self.conditions_per_step, self.group_size, ranks, self.rows_per_pass, self.placement)
+
+    def job(self, *, ranks: int = 1, sharded: bool = False) -> Job:
+        """The numbers that decide the memory of a run, whatever the dataset's size."""
+        return Job(
+            self.shape(conditions=PLENTY, ranks=ranks),
+            kl=self.loss.kl > 0,
+            ema=self.optimiser.ema_decay is not None,
+            sharded=sharded,
+        )
 
     @property
     def updates(self) -> int:

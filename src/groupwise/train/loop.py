@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +20,11 @@ from groupwise.core.shape import Shape
 from groupwise.core.types import Advantages, Rollouts, Terms
 from groupwise.dist.comm import Comm
 from groupwise.meter.clock import Laps
-from groupwise.meter.memory import used_bytes
+from groupwise.meter.memory import Memory, Peak
 from groupwise.train.config import Config
+from groupwise.train.cut import Cut
+from groupwise.train.judging import judge_in_pieces
+from groupwise.train.recovery import Attempt, Recovery
 from groupwise.train.refill import Tried, keep_first, refill
 from groupwise.train.state import State
 from groupwise.train.update import Comparison, update
@@ -35,47 +38,64 @@ class Step:
     step: int
     figures: Mapping[str, float]
     samples: list[dict[str, Any]]
+    memory: Memory
+    """Of the fullest rank."""
 
 
-def training_steps(workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm) -> Iterator[Step]:
+def training_steps(
+    workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm, recovery: Recovery | None = None
+) -> Iterator[Step]:
     """Train step after step, from where the state stands to the end."""
+    recovery = recovery or Recovery(workload, state.cut, shape, warn=_unheard)
+    again = recovery.attempt  # in smaller pieces, whenever memory runs out
     for step in range(state.step, config.steps):
-        laps = Laps()
+        laps, memory = Laps(), Peak(comm.device)
         placed = place(shape, seed=config.seed, step=step, rounds=1 + config.refill)
-        rollouts = rollout(workload, placed, comm)
+        rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
         group_ids = gather_ids(rollouts, placed, comm)
         laps.lap("rollout_s")
-        rewards = weigh(gather_rewards(workload, rollouts, comm), config.reward)
+        terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
+        rewards = weigh(terms, config.reward)
         laps.lap("reward_s")
         dropped: dict[str, float] = {}
         if config.refill:
+            more = partial(try_out, workload, state=state, config=config, comm=comm, again=again)
             first = Tried(placed, rollouts, group_ids, rewards)
-            placed, rollouts, group_ids, rewards = refill(first, config, partial(try_out, workload, config, comm))
+            placed, rollouts, group_ids, rewards = refill(first, config, more)
             laps.lap("refill_s")
         advantages = compare(rewards, group_ids, config.advantage)
         if config.refill:
             advantages, dropped = keep_first(advantages, placed)
-        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
-        figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm)
+        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, rollouts))
+        figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
         laps.lap("update_s")
         figures = measure(workload, rollouts, comparison, comm) | dropped | figures
         state.step = step + 1
         samples = describe(workload, rollouts, placed, rewards, advantages, comm, config.run.samples_per_step)
-        yield Step(step, summarise(rewards, advantages, figures, laps, comm), samples)
+        figures = summarise(rewards, advantages, figures, laps, comm) | recovery.step_done()
+        yield Step(step, figures, samples, memory.fullest(comm))
 
 
-def try_out(workload: Workload, config: Config, comm: Comm, placed: Placement) -> Tried:
+def _unheard(text: str) -> None:
+    """Where nobody listens, metrics.jsonl still tells of every shortage."""
+
+
+def try_out(
+    workload: Workload, placed: Placement, *, state: State, config: Config, comm: Comm, again: Attempt
+) -> Tried:
     """One further round of a step."""
-    rollouts = rollout(workload, placed, comm)
+    rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
     group_ids = gather_ids(rollouts, placed, comm)
-    return Tried(placed, rollouts, group_ids, weigh(gather_rewards(workload, rollouts, comm), config.reward))
+    terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
+    return Tried(placed, rollouts, group_ids, weigh(terms, config.reward))
 
 
 @torch.no_grad()
-def rollout(workload: Workload, placed: Placement, comm: Comm) -> Rollouts:
+def rollout(workload: Workload, placed: Placement, comm: Comm, cut: Cut | None = None) -> Rollouts:
     """This rank's rollouts. Torch's own generator is set from (seed, step), for policies that use it all the same."""
     torch.manual_seed(int(random_bits(placed.seed, placed.step)))
     rows = placed.of(comm.rank)
+    rows = replace(rows, rows_per_pass=cut.rows_per_pass) if cut else rows
     with comm.together(f"rollout() of {type(workload).__name__}"):
         rollouts = workload.rollout(rows)
         check_rollouts(rollouts, len(rows))
@@ -114,24 +134,10 @@ def gather_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> Tensor:
     return group_ids
 
 
-def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm) -> Terms:
+def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm, cut: Cut | None = None) -> Terms:
     """The reward terms of the whole step in seat order."""
     with comm.together(f"rewards() of {type(workload).__name__}"):
-        terms = workload.rewards(rollouts)
-        if not isinstance(terms, Terms):
-            raise UserError(f"rewards() returned {type(terms).__name__}: it must return groupwise.Terms.")
-        for name, column in terms.values.items():
-            if column.shape != (len(rollouts),):
-                raise UserError(
-                    f"Reward '{name}' has shape {tuple(column.shape)} for {len(rollouts)} rows: it must be one number a"
-                    " row."
-                )
-        for name, table in terms.steps.items():
-            if table.shape != rollouts.logp.shape:
-                raise UserError(
-                    f"Reward '{name}' of decisions has shape {tuple(table.shape)} where the rollouts have"
-                    f" {tuple(rollouts.logp.shape)}: it must be one number a decision."
-                )
+        terms = judge_in_pieces(workload, rollouts, cut.reward_rows if cut else None)
     values = {name: comm.gather(column.cpu().double()) for name, column in terms.values.items()}
     failures: dict[str, str] = {}
     if comm.any(bool(terms.failures)):
@@ -196,9 +202,9 @@ def describe(
 def summarise(
     rewards: Rewards, advantages: Advantages, figures: Mapping[str, float], laps: Laps, comm: Comm
 ) -> dict[str, float]:
-    """One flat record of the step; times and memory are those of the slowest and fullest rank."""
+    """One flat record of the step; times are those of the slowest rank."""
     present = rewards.total[~rewards.total.isnan()]
-    memory, *seconds = comm.max(float(used_bytes(comm.device)), *laps.seconds.values())
+    seconds = comm.max(*laps.seconds.values())
     return {
         "reward": present.mean().item() if len(present) else float("nan"),
         "reward_std": present.std(correction=0).item() if len(present) else float("nan"),
@@ -207,7 +213,6 @@ def summarise(
         "zero_spread_share": advantages.zero_spread_groups / advantages.groups,
         **figures,
         **dict(zip(laps.seconds, seconds, strict=True)),
-        "memory_bytes": memory,
     }
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.identity import group_id
 from groupwise.core.loss import kl_to_reference
 from groupwise.core.placement import Placement, place
@@ -18,6 +19,7 @@ from groupwise.core.types import Rollouts, Scored
 from groupwise.dist.comm import Comm
 from groupwise.train.config import Config
 from groupwise.train.loop import gather_ids, gather_rewards, rollout
+from groupwise.train.recovery import Attempt, once
 from groupwise.train.state import State, trainable_weights
 from groupwise.workloads.base import Workload
 
@@ -32,19 +34,33 @@ class Check:
     detail: str
 
 
-def preflight(workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm) -> list[Check]:
+def preflight(
+    workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm, again: Attempt = once
+) -> list[Check]:
     """Try one pass of the coming step and look at it from all sides. Nothing of the run is changed."""
     buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
     placed = place(shape, seed=config.seed, step=state.step, rounds=1 + config.refill)
     checks = [_shapes_divide(shape), _parameters_agree(state, comm)]
     checks += [Check("to know", True, note) for note in workload.notes()]
-    rollouts = rollout(workload, placed, comm)
+    rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
     checks.append(_passes("members share their condition", lambda: _groups_hold(rollouts, placed, comm)))
-    checks.append(_passes("rewards arrive", lambda: _rewards_seen(workload, rollouts, config, comm)))
-    part = rollouts.select(torch.arange(min(len(rollouts), config.rows_per_pass)))
+
+    seen = partial(_rewards_seen, workload, rollouts, state, config, comm)
+    checks.append(again("reward", _passes, "rewards arrive", seen))
+    checks += again("update", _score_checks, workload, rollouts, state, config, comm)
+    state.optimiser.zero_grad(set_to_none=True)
+    for name, buffer in state.policy.named_buffers():
+        buffer.copy_(buffers[name])
+    return checks
+
+
+def _score_checks(workload: Workload, rollouts: Rollouts, state: State, config: Config, comm: Comm) -> list[Check]:
+    """What can be seen from one scored pass."""
+    state.optimiser.zero_grad(set_to_none=True)
+    part = rollouts.select(torch.arange(min(len(rollouts), state.cut.rows_per_pass)))
     with comm.together(f"score() of {type(workload).__name__}"):
         scored = workload.score(part)
-    checks.append(_ratio_is_one(scored, part, comm))
+    checks = [_ratio_is_one(scored, part, comm)]
     if scored.logp.shape == part.logp.shape:
         checks.append(_gradients_arrive(scored, part, state, comm))
     if config.loss.kl and scored.logp.shape == part.logp.shape:
@@ -54,9 +70,6 @@ def preflight(workload: Workload, *, state: State, shape: Shape, config: Config,
         checks.append(
             Check("entropy is given", given, "" if given else "score() gives none, but loss.entropy is above 0.")
         )
-    state.optimiser.zero_grad(set_to_none=True)
-    for name, buffer in state.policy.named_buffers():
-        buffer.copy_(buffers[name])
     return checks
 
 
@@ -95,6 +108,8 @@ def _parameters_agree(state: State, comm: Comm) -> Check:
 def _passes(name: str, look: Callable[[], str]) -> Check:
     try:
         return Check(name, True, look())
+    except OutOfMemoryError:
+        raise
     except UserError as error:
         return Check(name, False, str(error))
 
@@ -104,8 +119,8 @@ def _groups_hold(rollouts: Rollouts, placed: Placement, comm: Comm) -> str:
     return f"{placed.shape.conditions_per_step} groups of {placed.shape.group_size}, found by id"
 
 
-def _rewards_seen(workload: Workload, rollouts: Rollouts, config: Config, comm: Comm) -> str:
-    rewards = weigh(gather_rewards(workload, rollouts, comm), config.reward)
+def _rewards_seen(workload: Workload, rollouts: Rollouts, state: State, config: Config, comm: Comm) -> str:
+    rewards = weigh(gather_rewards(workload, rollouts, comm, state.cut), config.reward)
     present = rewards.total[~rewards.total.isnan()].tolist()
     span = f"{min(present):.3g} to {max(present):.3g}" if present else "none"
     return f"{', '.join(rewards.terms.values)}: {span}, {rewards.missing} missing"
@@ -135,9 +150,10 @@ def _ratio_is_one(scored: Scored, part: Rollouts, comm: Comm) -> Check:
 def _gradients_arrive(scored: Scored, part: Rollouts, state: State, comm: Comm) -> Check:
     """An uneven mix of log-probabilities must reach every part of the policy that is to be trained."""
     state.optimiser.zero_grad(set_to_none=True)
-    if scored.logp.requires_grad:
-        mix = torch.linspace(1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
-        torch.where(part.mask, mix * scored.logp, torch.zeros_like(mix)).sum().backward(retain_graph=True)
+    with comm.together("The backward pass of preflight"):
+        if scored.logp.requires_grad:
+            mix = torch.linspace(1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
+            torch.where(part.mask, mix * scored.logp, torch.zeros_like(mix)).sum().backward(retain_graph=True)
     idle = sorted(set.intersection(*comm.gather_objects([set(_without_gradient(state))])))
     if idle:
         detail = (

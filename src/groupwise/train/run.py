@@ -15,11 +15,20 @@ from groupwise.core.placement import place
 from groupwise.core.shape import Shape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.trackers import Trackers, check_installed
-from groupwise.train.checkpoint import check_same_config, check_same_files, newest_good, restore, write_checkpoint
+from groupwise.train.checkpoint import (
+    check_same_config,
+    check_same_files,
+    newest_good,
+    read_meta,
+    restore,
+    write_checkpoint,
+)
 from groupwise.train.config import Config, to_dict
+from groupwise.train.cut import Cut
 from groupwise.train.folder import RunFolder
 from groupwise.train.loop import Step, training_steps
 from groupwise.train.preflight import Check, preflight, refuse_failures
+from groupwise.train.recovery import Recovery
 from groupwise.train.screen import Screen
 from groupwise.train.signals import stop_signals
 from groupwise.train.state import State, new_state
@@ -66,7 +75,9 @@ def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
                 raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
     shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
     place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
-    return Setup(config, comm, workload, shape, new_state(workload.policy, config.optimiser))
+    state = new_state(workload.policy, config.optimiser)
+    state.cut = Cut(shape.rows_per_pass)
+    return Setup(config, comm, workload, shape, state)
 
 
 def train(config: Config) -> Summary:
@@ -83,9 +94,12 @@ def train(config: Config) -> Summary:
             rollouts_per_step=setup.shape.rollouts_per_step,
             silent=not setup.comm.is_main,
         ) as screen:
-            _resume(setup, folder, screen)
-            _preflight(setup, screen)
-            interrupted = _train(setup, folder, screen)
+            recovery = Recovery(
+                setup.workload, setup.state.cut, setup.shape, screen.warn, grow_after=config.run.grow_after
+            )
+            _resume(setup, folder, screen, recovery)
+            _preflight(setup, screen, recovery)
+            interrupted = _train(setup, folder, screen, recovery)
     finally:
         folder.release()
     return _summary(setup, folder, time.perf_counter() - begun, interrupted)
@@ -136,7 +150,7 @@ def _newest(folder: RunFolder) -> Path | None:
     return newest_good(folder.checkpoints, lambda text: None)
 
 
-def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
+def _resume(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery) -> None:
     """Set the state to the newest good checkpoint, and the logs with it."""
     config, comm = setup.config, setup.comm
     wanted = comm.is_main and config.run.resume
@@ -147,6 +161,7 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
         check_same_config(path, to_dict(config))
         check_same_files(path, setup.workload.files())
         restore(path, setup.state)
+        _resume_cut(path, config, recovery)
         done = setup.state.step >= config.steps
         screen.say(
             f"{folder.path} has {setup.state.step} steps and --steps is {config.steps}: nothing is left to train."
@@ -161,14 +176,31 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen) -> None:
         folder.write("config.json", to_dict(config))
 
 
-def _preflight(setup: Setup, screen: Screen) -> None:
+def _resume_cut(path: Path, config: Config, recovery: Recovery) -> None:
+    """Where memory ran out before, the smaller pieces stay; unless the user has set another rows_per_pass since."""
+    meta = read_meta(path)
+    if "cut" in meta and meta["config"]["rows_per_pass"] == config.rows_per_pass:
+        recovery.restore(meta["cut"])
+        if recovery.cut.lowered:
+            held = ", ".join(f"{name} {rows}" for name, rows in recovery.cut.rows().items())
+            recovery.warn(f"Memory ran out earlier in this run: going on with {held}.")
+
+
+def _preflight(setup: Setup, screen: Screen, recovery: Recovery) -> None:
     if setup.config.run.preflight and setup.state.step < setup.config.steps:
-        checks = preflight(setup.workload, state=setup.state, shape=setup.shape, config=setup.config, comm=setup.comm)
+        checks = preflight(
+            setup.workload,
+            state=setup.state,
+            shape=setup.shape,
+            config=setup.config,
+            comm=setup.comm,
+            again=recovery.attempt,
+        )
         screen.checks(checks)
         refuse_failures(checks)
 
 
-def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
+def _train(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery) -> bool:
     """Step, log, save. Returns whether the user stopped it."""
     config, comm, state = setup.config, setup.comm, setup.state
     trackers = Trackers(config.run.trackers, folder.path, to_dict(config))
@@ -177,10 +209,12 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
     complete = state.updates
     with stop_signals(screen.say) as stop_asked:
         try:
-            for step in training_steps(setup.workload, state=state, shape=setup.shape, config=config, comm=comm):
+            for step in training_steps(
+                setup.workload, state=state, shape=setup.shape, config=config, comm=comm, recovery=recovery
+            ):
                 complete = state.updates
                 _log(step, folder, trackers, comm)
-                screen.step(step.step, step.figures)
+                screen.step(step.step, step.figures, step.memory)
                 screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)
                 stopping = comm.any(stop_asked())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
@@ -204,9 +238,9 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen) -> bool:
 
 def _log(step: Step, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
     if comm.is_main:
-        folder.append("metrics.jsonl", [{"step": step.step, **step.figures}])
+        folder.append("metrics.jsonl", [{"step": step.step, **step.figures, "memory_bytes": step.memory.plain()}])
         folder.append("samples.jsonl", step.samples)
-    trackers.log(step.figures, step.step)
+    trackers.log({**step.figures, **{f"memory/{n}": float(v) for n, v in step.memory.plain().items()}}, step.step)
 
 
 def _save(setup: Setup, folder: RunFolder) -> None:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.meter.memory import readable
+from groupwise.meter.memory import Memory, readable
 from groupwise.train.loop import Step
 from groupwise.train.preflight import Check
 
@@ -49,12 +49,12 @@ class Screen:
     ) -> None:
         self._progress.stop()
 
-    def step(self, step: int, figures: Mapping[str, float]) -> None:
+    def step(self, step: int, figures: Mapping[str, float], memory: Memory) -> None:
         now = time.perf_counter()
         rate = self._rollouts / max(now - self._last, 1e-9)
         self._last = now
         line = (
-            f"reward {figures['reward']:.3f}  {rate:,.0f} rollouts/s  memory {readable(figures['memory_bytes'])}"
+            f"reward {figures['reward']:.3f}  {rate:,.0f} rollouts/s  {_memory(memory)}"
             f"  no spread {figures['zero_spread_share']:.0%}"
         )
         self._progress.update(self._task, completed=step + 1, figures=line)
@@ -74,13 +74,19 @@ class Screen:
         self._progress.reset(self._task, completed=step, figures="")
 
     def say(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, style=style, highlight=False, soft_wrap=True)
+        self.console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
 
     def warn(self, text: str) -> None:
         self.say(f"Warning: {text}", style="yellow")
 
     def checks(self, checks: Sequence[Check]) -> None:
         self.console.print(check_table(checks))
+
+
+def _memory(memory: Memory) -> str:
+    """Peak, share of the device and, where there is one, how far the plan was off."""
+    text = f"memory {readable(memory.peak)} ({memory.utilisation:.0%})"
+    return text if memory.error is None else f"{text}, planned {readable(memory.predicted or 0)} ({memory.error:+.0%})"
 
 
 _NUMBERED = ("step", "group", "member", "condition", "reward", "rewards", "advantage")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
 from groupwise.train.config import OptimiserConfig
+from groupwise.train.cut import Cut
 
 
 @dataclass
@@ -25,6 +26,8 @@ class State:
     """Steps that are complete."""
     updates: int = 0
     """Updates of the policy so far; the learning-rate schedule is a function of it."""
+    cut: Cut = field(default_factory=lambda: Cut(rows_per_pass=1))
+    """Into how many pieces the work is cut at present."""
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -69,6 +72,18 @@ def new_state(policy: nn.Module, config: OptimiserConfig) -> State:
     if config.ema_decay is not None:
         ema = Ema(config.ema_decay, {name: weight.detach().clone() for name, weight in weights.items()})
     return State(policy, optimiser, ema)
+
+
+def make_room(state: State) -> None:
+    """Take and give back what the optimiser's step will need: it must not run out of memory among half the weights.
+
+    Two moments for each weight that has none yet, and AdamW's intermediate results: of one weight at a time on the CPU,
+    of all of them at once elsewhere.
+    """
+    weights = state.trainable
+    room = [torch.empty_like(weight) for weight in weights if not state.optimiser.state.get(weight) for _ in range(2)]
+    largest = max(weights, key=lambda weight: weight.numel())
+    room += [torch.empty_like(weight) for weight in ([largest, largest] if largest.device.type == "cpu" else weights)]
 
 
 def trainable_weights(policy: nn.Module) -> dict[str, nn.Parameter]:

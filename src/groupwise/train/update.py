@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,8 @@ from groupwise.core.types import Advantages, Rollouts
 from groupwise.dist.comm import Comm
 from groupwise.train.config import Config
 from groupwise.train.objective import Totals, loss_of_pass, watch_ratio
-from groupwise.train.state import State, learning_rate
+from groupwise.train.recovery import Attempt, once
+from groupwise.train.state import State, learning_rate, make_room
 from groupwise.workloads.base import Workload
 
 
@@ -52,17 +54,29 @@ class Batch:
 
 
 def update(
-    workload: Workload, rollouts: Rollouts, comparison: Comparison, *, state: State, config: Config, comm: Comm
+    workload: Workload,
+    rollouts: Rollouts,
+    comparison: Comparison,
+    *,
+    state: State,
+    config: Config,
+    comm: Comm,
+    again: Attempt = once,
 ) -> dict[str, float]:
-    """Change the policy `updates_per_rollout` times; nothing at all where no group has spread."""
-    batch = _batch(rollouts, comparison, comm)
+    """Change the policy `updates_per_rollout` times; nothing at all where no group has spread.
+
+    `again` repeats what ran out of memory, in smaller pieces. Nothing that it repeats has changed a weight: what was
+    updated already is not undone.
+    """
+    batch = again("update", _batch, rollouts, comparison, comm)
     if not batch.totals.decisions:
         return {"trained_rollouts": 0.0}
     figures: dict[str, float] = {}
     for nth in range(config.optimiser.updates_per_rollout):
-        strengths, extra = _strengths(workload, batch, comparison, config=config, comm=comm, fresh=nth == 0)
-        figures = accumulate(workload, batch, strengths, state=state, config=config, comm=comm)
-        figures |= _apply(state, config, nth) | extra
+        given: dict[str, Any] = {"state": state, "config": config, "comm": comm}
+        strengths, extra = again("update", _strengths, workload, batch, comparison, **given, fresh=nth == 0)
+        figures = again("update", accumulate, workload, batch, strengths, **given) | extra
+        figures |= _apply(state, config, nth)
     return figures | {"trained_rollouts": float(batch.totals.rollouts)}
 
 
@@ -74,7 +88,7 @@ def accumulate(
     sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_share"), 0.0)
     highest, lowest = -math.inf, math.inf
     with comm.together(f"score() of {type(workload).__name__}"):
-        for part, rows in batch.passes(workload, config.rows_per_pass):
+        for part, rows in batch.passes(workload, state.cut.rows_per_pass):
             scored = workload.score(part)
             loss, parts = loss_of_pass(scored, part, strengths[rows], batch.totals, config.loss)
             loss.backward()
@@ -85,6 +99,8 @@ def accumulate(
                 sums[name] += value.item()
             highest, lowest = max(highest, ratio.max().item()), min(lowest, ratio.min().item())
     comm.sum_gradients(state.trainable)
+    with comm.together("Making room for the optimiser"):
+        make_room(state)
     figures = dict(zip(sums, comm.sum(*sums.values()), strict=True))
     highest, negative_lowest = comm.max(highest, -lowest)
     return _that_mean_something(figures, config) | {"ratio_max": highest, "ratio_min": -negative_lowest}
@@ -101,7 +117,8 @@ def _that_mean_something(figures: dict[str, float], config: Config) -> dict[str,
 def _batch(rollouts: Rollouts, comparison: Comparison, comm: Comm) -> Batch:
     trained = comparison.advantages.trained[comparison.mine] & rollouts.mask.any(1).cpu()
     rows = trained.nonzero().flatten()
-    kept = rollouts.select(rows)
+    with comm.together("Selecting the rows to train"):
+        kept = rollouts.select(rows)
     if comparison.advantages.trained_decisions is not None:
         own = comparison.advantages.trained_decisions[comparison.mine][rows]
         kept = replace(kept, mask=kept.mask & own.to(kept.mask.device))
@@ -110,7 +127,7 @@ def _batch(rollouts: Rollouts, comparison: Comparison, comm: Comm) -> Batch:
 
 
 def _strengths(
-    workload: Workload, batch: Batch, comparison: Comparison, *, config: Config, comm: Comm, fresh: bool
+    workload: Workload, batch: Batch, comparison: Comparison, *, state: State, config: Config, comm: Comm, fresh: bool
 ) -> tuple[Tensor, dict[str, float]]:
     """How hard each row of the batch is pushed: its advantage, or its pull in the ranking of its group.
 
@@ -120,7 +137,7 @@ def _strengths(
     if config.loss.kind != "ranking":
         return comparison.advantages.values[comparison.mine][batch.rows], {}
     mine = torch.full((comparison.mine.stop - comparison.mine.start,), torch.nan, dtype=torch.float64)
-    mine[batch.rows] = _logp_of_rows(workload, batch, config.rows_per_pass, comm, fresh=fresh)
+    mine[batch.rows] = _logp_of_rows(workload, batch, state.cut.rows_per_pass, comm, fresh=fresh)
     everyone = comm.gather(mine)
     rewards = comparison.rewards.double().masked_fill(everyone.isnan(), torch.nan)
     logp, pairs = everyone.nan_to_num(nan=0.0), max(1, count_pairs(rewards, comparison.group_ids))
@@ -154,8 +171,8 @@ def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
             " overflow in the policy, a log-probability of an impossible decision, or a learning rate that is too high"
             f" (optimiser.learning_rate is {config.optimiser.learning_rate})."
         )
+    state.updates += 1  # first: a step that breaks off has changed some weights, and must not be saved as complete
     state.optimiser.step()
-    state.updates += 1
     if not all(weight.isfinite().all() for weight in state.trainable):
         raise UserError(
             f"The update of step {state.step} made weights that are not finite. Lower optimiser.learning_rate (it was"

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from groupwise.core.errors import UserError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
     from groupwise.core.placement import Rows
     from groupwise.core.types import Rollouts, Scored, Terms
+    from groupwise.plan.parts import Job
+    from groupwise.plan.plan import MemoryModel
     from groupwise.workloads.report import Report
 
 
@@ -23,6 +27,9 @@ class Workload(Protocol):
     """What is trained: its parameters that require a gradient. In float32 or float64 as you like."""
     conditions: int
     """Size of the dataset."""
+    stage_rows: Mapping[str, int] = {}
+    """Rows taken at a time in a stage ('rollout', 'reward', 'update') for which the workload has a knob of its own,
+    such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out there."""
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Try each row's condition once, without gradient, taking random numbers from `rows` only.
@@ -33,7 +40,10 @@ class Workload(Protocol):
         ...
 
     def rewards(self, rollouts: Rollouts) -> Terms:
-        """Judge the rollouts: one number a row for every named term, NaN where there is none."""
+        """Judge the rollouts: one number a row for every named term, NaN where there is none.
+
+        A row's rewards may depend on its siblings, never on others: when memory runs out, fewer groups come at a time.
+        """
         ...
 
     def score(self, rollouts: Rollouts) -> Scored:
@@ -101,3 +111,13 @@ class WorkloadConfig:
     def continuing(self, checkpoint: Path) -> Self:
         """The same settings to go on from a checkpoint: what would be made anew may be taken from its files."""
         return self
+
+    def memory(self) -> MemoryModel | None:
+        """What is known of this workload's memory without building it, in integers; None where nothing is."""
+        return None
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        """Highest bytes of the stages ('rollout', 'update'), by following the real code with fake tensors."""
+        raise UserError(
+            f"{type(self).__name__} has no trace of its memory (its method traced(job)). `--probe` runs a real step."
+        )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, is_out_of_memory
 from groupwise.core.types import Terms
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
@@ -46,7 +46,9 @@ class _Failed:
 def _try(call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except Exception as error:  # noqa: BLE001 - a user's function may raise anything; the policy for it is in the config
+    except Exception as error:  # a user's function may raise anything; the policy for it is in the config
+        if is_out_of_memory(error):  # not the reward's fault: it is asked again in smaller pieces
+            raise
         return _Failed(_reason(error))
 
 
@@ -54,7 +56,9 @@ def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
     async def settle(answer: Awaitable[Any]) -> Any:
         try:
             return await answer
-        except Exception as error:  # noqa: BLE001 - as above
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
             return _Failed(_reason(error))
 
     async def settle_all() -> list[Any]:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require, require_types
+from groupwise.plan.architecture import read_architecture
+from groupwise.plan.language import LanguageMemory
 from groupwise.workloads.base import WorkloadConfig
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from groupwise.plan.parts import Job
     from groupwise.workloads.chat.workload import ChatWorkload
 
+PLANNED_PROMPT = 512
+"""Tokens of the longest prompt that a memory plan assumes where data.longest_prompt is not set."""
 EMBEDDED = "arithmetic"
 """Name of the embedded model, and of its questions."""
 
@@ -132,3 +140,48 @@ class ChatConfig(WorkloadConfig):
         from groupwise.workloads.chat.build import build
 
         return build(self, device)
+
+    def memory(self) -> LanguageMemory:
+        """By the model's config.json, with the longest prompt and the longest completion in every row."""
+        model = read_architecture(self._folder)
+        room = (model.longest or 2048) - self.sampling.max_new_tokens
+        return LanguageMemory(
+            model,
+            prompt_tokens=self.data.longest_prompt or max(1, min(room, PLANNED_PROMPT)),
+            completion_tokens=self.sampling.max_new_tokens,
+            decode_rows=self.decode_rows,
+            lora_rank=self.policy.lora_rank,
+            dtype=self.policy.dtype,
+            checkpointing=self.policy.gradient_checkpointing,
+            reference_copies=int(self.policy.reference == "copy"),
+            shared=self.policy.path != "plain",
+            tokens_per_pass=self.tokens_per_pass,
+        )
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        import transformers
+
+        from groupwise.workloads.chat.trace import traced_chat
+
+        known = self.memory()
+        return traced_chat(
+            transformers.AutoConfig.from_pretrained(self._folder),
+            self.policy,
+            job,
+            prompt_tokens=known.prompt_tokens,
+            completion_tokens=known.completion_tokens,
+        )
+
+    @property
+    def _folder(self) -> Path:
+        """Where the model's config.json is. A name on the hub has one only when it has been fetched."""
+        if self.policy.model == EMBEDDED:
+            return Path(__file__).parent / "arithmetic" / "asset"
+        folder = Path(self.policy.model)
+        if not (folder / "config.json").is_file():
+            raise UserError(
+                f"policy.model is {self.policy.model!r}, which is no folder with a config.json here: a plan needs the"
+                " model's sizes. Fetch its config.json and name the folder with --workload.policy.model, or plan by the"
+                " file alone: groupwise plan config.json."
+            )
+        return folder

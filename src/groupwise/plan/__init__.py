@@ -1,0 +1,1 @@
+"""The memory planner: integers in, integers out, in milliseconds and without torch (`trace` apart)."""

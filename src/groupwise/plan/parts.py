@@ -1,0 +1,109 @@
+"""What memory is made of: named parts, for the rollout and for the update apart."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from groupwise.core.shape import Shape
+
+Parts = Mapping[str, int]
+FRAMEWORK = "framework (margin)"
+MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05
+"""What an accelerator's context, workspaces and fragmentation add: assumed, not derived."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """The numbers of a run that decide its memory, whatever is trained."""
+
+    shape: Shape
+    kl: bool = False
+    ema: bool = False
+    sharded: bool = False
+    """Weights, gradients and optimiser divided over the ranks (FSDP)."""
+    all_at_once: bool = True
+    """The optimiser's step works on all weights together, as on accelerators; on the CPU one after another."""
+
+    @property
+    def shards(self) -> int:
+        return self.shape.ranks if self.sharded else 1
+
+    def prompts_in(self, rows: int) -> int:
+        """Different conditions among so many rows of a rank: few where a group stays together."""
+        if self.shape.kind == "whole":
+            return -(-rows // self.shape.group_size)
+        return min(rows, self.shape.conditions_per_step)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Bytes by part at the fullest moment of each stage. A stage's parts add up to its peak."""
+
+    rollout: Parts
+    update: Parts
+
+    @property
+    def peak(self) -> int:
+        return max(sum(self.rollout.values()), sum(self.update.values()))
+
+    @property
+    def fullest(self) -> str:
+        return "rollout" if sum(self.rollout.values()) > sum(self.update.values()) else "update"
+
+    def with_margin(self) -> Stages:
+        """With what the framework of an accelerator adds."""
+        return Stages(_with_margin(self.rollout), _with_margin(self.update))
+
+    def plain(self) -> dict[str, dict[str, int]]:
+        return {"rollout": dict(self.rollout), "update": dict(self.update)}
+
+
+def _with_margin(parts: Parts) -> Parts:
+    return {**parts, FRAMEWORK: MARGIN_BYTES + int(MARGIN_SHARE * sum(parts.values()))}
+
+
+def without_nothing(parts: Parts) -> dict[str, int]:
+    """Only the parts that take something."""
+    return {name: size for name, size in parts.items() if size}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Weights in memory, and what training them adds."""
+
+    frozen: int
+    """Numbers that are not trained."""
+    trained: int
+    frozen_bytes: int = 4
+    """Of one number."""
+    trained_bytes: int = 4
+
+    def parts(self, job: Job, *, reference_copies: int = 0) -> dict[str, int]:
+        """AdamW holds two moments of every trained number, in the number's own format."""
+        trained, frozen = self.trained * self.trained_bytes, self.frozen * self.frozen_bytes
+        whole = {
+            "weights": frozen + trained,
+            "gradients": trained,
+            "optimiser": 2 * trained,
+            "averaged weights": trained if job.ema else 0,
+            "reference": reference_copies * (frozen + trained),
+        }
+        return {name: -(-size // job.shards) for name, size in whole.items()}
+
+    def in_step(self, job: Job, largest: int) -> int:
+        """Intermediate results of AdamW's step: one for every number, or two for the largest weight at a time."""
+        numbers = self.trained if job.all_at_once else 2 * largest
+        return -(-numbers * self.trained_bytes // job.shards)
+
+
+def fullest(held: dict[str, int], moments: Sequence[Parts], in_step: int, *, one_pass: bool) -> dict[str, int]:
+    """The fullest moment of an update: of its passes, or of the optimiser's step.
+
+    In a step of one pass, gradients come while activations go: only what is larger is held at a time.
+    """
+    moment = max(moments, key=lambda parts: sum(parts.values()))
+    kept = max(0, held["gradients"] - sum(moment.values())) if one_pass else held["gradients"]
+    if kept + sum(moment.values()) >= held["gradients"] + in_step:
+        return {**held, "gradients": kept, **moment}
+    return {**held, "optimiser's results": in_step}

@@ -1,0 +1,152 @@
+"""Three settings side by side, what to lower first, and the numbers that divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from groupwise.core.errors import UserError
+from groupwise.core.shape import Shape, largest_fitting_rows, nearest_fitting
+from groupwise.core.units import readable
+from groupwise.plan.parts import Job, Stages
+
+Predict = Callable[[Job], Stages]
+RECOMMENDED, AGGRESSIVE = 0.60, 0.85
+"""Shares of the device that the two proposals aim at."""
+_GROWTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+"""How many times more conditions a step are proposed at most."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A shape, and the memory it is predicted to take."""
+
+    job: Job
+    stages: Stages
+    device: int
+
+    @property
+    def shape(self) -> Shape:
+        return self.job.shape
+
+    @property
+    def utilisation(self) -> float:
+        return self.stages.peak / self.device
+
+    @property
+    def fits(self) -> bool:
+        return self.stages.peak <= self.device
+
+    def plain(self) -> dict[str, object]:
+        shape = self.shape
+        return {
+            "rows_per_pass": shape.rows_per_pass,
+            "conditions_per_step": shape.conditions_per_step,
+            "group_size": shape.group_size,
+            "ranks": shape.ranks,
+            "rollouts_per_step": shape.rollouts_per_step,
+            "passes_per_step": shape.passes,
+            "bytes": self.stages.peak,
+            "utilisation": self.utilisation,
+            "fits": self.fits,
+            "parts": self.stages.plain(),
+        }
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One thing to lower, on top of those before it."""
+
+    what: str
+    saves: int
+    peak: int
+    changes_result: bool
+
+    def __str__(self) -> str:
+        kind = " (changes the result)" if self.changes_result else ""
+        return f"{self.what}{kind}: saves {readable(self.saves)}, leaves {readable(self.peak)}"
+
+
+def setting(job: Job, predict: Predict, device: int) -> Setting:
+    return Setting(job, predict(job).with_margin(), device)
+
+
+def propose(job: Job, predict: Predict, device: int, share: float) -> Setting:
+    """The most rows that stay below a share of the device.
+
+    Where all rollouts of a rank go through in one pass already, more conditions a step make room for more rows. If not
+    even one row stays below, one row it is.
+    """
+    best = setting(_with_rows(job, 1), predict, device)
+    for growth in _GROWTHS:
+        per_step = job.shape.conditions_per_step * growth
+        conditions = max(job.shape.conditions, 2 * per_step)
+        wider = replace(job.shape, rows_per_pass=1, conditions=conditions, conditions_per_step=per_step)
+        found = _most_rows(replace(job, shape=wider), predict, device, share)
+        if found is None:
+            break
+        best = max(best, found, key=lambda each: each.shape.rows_per_pass)
+        if found.shape.rows_per_pass < found.shape.rollouts_per_rank:
+            break
+    return best
+
+
+def _most_rows(job: Job, predict: Predict, device: int, share: float) -> Setting | None:
+    """Bytes grow with the rows, so that halving the interval finds the limit; then down to what divides."""
+    low, high = 0, job.shape.rollouts_per_rank
+    while low < high:
+        middle = (low + high + 1) // 2
+        fits = predict(_unchecked(job, middle)).with_margin().peak <= share * device
+        low, high = (middle, high) if fits else (low, middle - 1)
+    rows = largest_fitting_rows(job.shape, low)
+    return None if rows is None else setting(_with_rows(job, rows), predict, device)
+
+
+def lower_first(job: Job, predict: Predict, smaller: Sequence[tuple[str, Predict, bool]]) -> list[Lowering]:
+    """In order: what never changes the result first. Each is feasible, and on top of those before it."""
+    found: list[Lowering] = []
+    peak, rows = predict(job).with_margin().peak, job.shape.rows_per_pass
+    now = job
+    while rows > 1:
+        fewer = largest_fitting_rows(job.shape, rows // 2)
+        assert fewer is not None, "one row always fits"
+        now = _with_rows(job, fewer)
+        after = predict(now).with_margin().peak
+        if after < peak:
+            found.append(Lowering(f"rows_per_pass {rows} -> {fewer}", peak - after, after, False))
+        peak, rows = after, fewer
+    for what, predicted, changes in smaller:
+        after = predicted(now).with_margin().peak
+        if after < peak:
+            found.append(Lowering(what, peak - after, after, changes))
+        peak = after
+    return found
+
+
+def check_room(job: Job, predict: Predict, device: int) -> None:
+    """Refuse a device that could not even hold the weights."""
+    parts = predict(job).update
+    weights = parts.get("weights", 0)
+    if device < weights:
+        raise UserError(
+            f"--device-memory is {readable(device)}, and the weights alone take {readable(weights)} on each rank:"
+            f" nothing can be trained there, {readable(weights - device)} are missing. Take a larger device, more ranks"
+            " with --sharded, a smaller model or a number format of fewer bytes."
+        )
+
+
+def divisors(shape: Shape) -> dict[str, list[int]]:
+    """For each number of the shape, the nearest values that fit, below and above, the others unchanged."""
+    names = ("rows_per_pass", "conditions_per_step", "group_size", "ranks")
+    return {name: nearest_fitting(shape, name) for name in names}
+
+
+def _with_rows(job: Job, rows: int) -> Job:
+    return replace(job, shape=replace(job.shape, rows_per_pass=rows))
+
+
+def _unchecked(job: Job, rows: int) -> Job:
+    """With any number of rows, to ask what it would take; no step is ever run so."""
+    shape = object.__new__(Shape)
+    shape.__dict__.update({**job.shape.__dict__, "rows_per_pass": rows})
+    return replace(job, shape=shape)

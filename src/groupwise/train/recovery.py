@@ -1,0 +1,184 @@
+"""When memory runs out: all ranks agree, free, take smaller pieces, and do the same again. The result stays the same.
+
+Every stage that may fail runs inside `comm.together`, which raises `OutOfMemoryError` on all ranks when it failed on
+one. So all of them arrive here with the same error and lower the same number; nobody is left waiting.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.core.errors import OutOfMemoryError, UserError
+from groupwise.core.shape import Shape, largest_fitting_rows
+from groupwise.train.cut import Cut
+from groupwise.workloads.base import Workload
+
+P = ParamSpec("P")
+T = TypeVar("T")
+Stage = Literal["rollout", "reward", "update"]
+
+
+class Attempt(Protocol):
+    """Calls a function of a stage, perhaps more than once."""
+
+    def __call__(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T: ...
+
+
+def once(stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
+    """No second try: memory that runs out stops everything."""
+    return act(*words, **named)
+
+
+GENERAL_ADVICE = (
+    "the workload's own sizes that no pass can cut: longest rollout, resolution, number of frames",
+    "the bytes of a number: bfloat16 takes half of float32",
+    "what is trained: an adapter needs gradients and optimiser only for itself",
+)
+"""For a workload that gives no memory plan. Shorter rollouts change what is learned, so nothing is lowered unasked."""
+
+
+@dataclass
+class Recovery:
+    """What is known about the run that decides how to go on; `cut` is what it changes."""
+
+    workload: Workload
+    cut: Cut
+    shape: Shape
+    warn: Callable[[str], None]
+    grow_after: int = 0
+    lower_first: Callable[[], Sequence[str]] = lambda: GENERAL_ADVICE
+    """What the plan would lower, first things first: asked when nothing is left to cut."""
+    shortages: int = 0
+    """Of the step in hand."""
+
+    def attempt(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
+        """What `act` returns, in as small pieces as it takes."""
+        before = Moment.of(self.workload.policy)
+        while True:
+            try:
+                return act(*words, **named)
+            except OutOfMemoryError as error:
+                told = str(error)
+            # Only here, outside the clause, is the error gone and with it the frames that held the tensors.
+            self.shortages += 1
+            self._lower(stage, told)
+            free()
+            before.again(self.workload.policy)
+
+    def step_done(self) -> dict[str, float]:
+        """The figures of a complete step; after enough quiet ones the pieces grow again."""
+        figures = {"out_of_memory": float(self.shortages), **{n: float(v) for n, v in self.cut.rows().items()}}
+        self.cut.quiet = 0 if self.shortages else self.cut.quiet + 1
+        self.shortages = 0
+        # Each shortage doubles the wait, so that a setting that never fits is not tried for ever.
+        patience = self.grow_after << max(0, self.cut.shortages - 1)
+        if self.grow_after and self.cut.lowered and self.cut.quiet >= patience:
+            self._grow()
+        return figures
+
+    def _lower(self, stage: Stage, told: str) -> None:
+        cut, name = self.cut, self._knob(stage)
+        rows, fewer = self._rows(name), self._fewer(name)
+        cut.shortages += 1
+        if fewer is None:
+            raise UserError(self._at_the_end(stage, name, rows, told))
+        cut.lowered.append((name, rows))
+        self._set(name, fewer)
+        self.warn(
+            f"Out of memory in {stage}: {told} {name} {rows} -> {fewer}; the step is repeated, its result is the same."
+        )
+
+    def _knob(self, stage: Stage) -> str:
+        """The workload's own number for this stage where it has one that can still be lowered, else the run's."""
+        own = f"{stage}_rows"
+        if self.workload.stage_rows.get(stage, 0) > 1 or stage == "reward":
+            return own
+        return "rows_per_pass"
+
+    def _rows(self, name: str) -> int:
+        stage = name.removesuffix("_rows")
+        if stage in self.workload.stage_rows:
+            return self.workload.stage_rows[stage]
+        if name == "reward_rows":
+            return self.cut.reward_rows or self.shape.rollouts_per_rank
+        return self.cut.rows_per_pass
+
+    def _fewer(self, name: str) -> int | None:
+        rows = self._rows(name)
+        if name == "rows_per_pass":
+            return largest_fitting_rows(self.shape, rows // 2)
+        if name == "reward_rows" and "reward" not in self.workload.stage_rows:
+            # A reward may compare siblings, so a group is judged whole.
+            return max(rows // 2, self.shape.group_size) if rows > self.shape.group_size else None
+        return rows // 2 or None
+
+    def _set(self, name: str, rows: int) -> None:
+        stage = name.removesuffix("_rows")
+        if stage in self.workload.stage_rows:
+            self.workload.stage_rows = {**self.workload.stage_rows, stage: rows}
+            self.cut.stage_rows = {**self.cut.stage_rows, stage: rows}
+        elif name == "reward_rows":
+            self.cut.reward_rows = rows
+        else:
+            self.cut.rows_per_pass = rows
+
+    def _grow(self) -> None:
+        name, rows = self.cut.lowered.pop()
+        self.warn(f"{self.cut.quiet} steps without a shortage of memory: {name} {self._rows(name)} -> {rows} again.")
+        self._set(name, rows)
+        self.cut.quiet = 0
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Go on with the pieces of a checkpoint."""
+        for field in asdict(self.cut):
+            if field in saved:
+                setattr(self.cut, field, saved[field])
+        self.cut.lowered = [(name, rows) for name, rows in self.cut.lowered]
+        known = {stage: rows for stage, rows in self.cut.stage_rows.items() if stage in self.workload.stage_rows}
+        self.workload.stage_rows = {**self.workload.stage_rows, **known}
+
+    def _at_the_end(self, stage: Stage, name: str, rows: int, told: str) -> str:
+        advice = self.lower_first()
+        listed = "; ".join(f"{nth}. {what}" for nth, what in enumerate(advice, 1))
+        return (
+            f"Out of memory in {stage} with {name} {rows}, and there are no smaller pieces: {told} What to lower, first"
+            f" things first: {listed}. The complete steps are in the newest checkpoint; --resume goes on from there."
+        )
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a stage may change on its way, so that a second try begins like the first: generators and buffers."""
+
+    generators: tuple[Tensor, ...]
+    buffers: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(policy: nn.Module) -> Moment:
+        buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+        return Moment(tuple(module.get_rng_state() for module in _generators()), buffers)
+
+    def again(self, policy: nn.Module) -> None:
+        for module, state in zip(_generators(), self.generators, strict=True):
+            module.set_rng_state(state)
+        for name, buffer in policy.named_buffers():
+            buffer.copy_(self.buffers[name])
+
+
+def _generators() -> list[Any]:
+    """The modules whose generators the device in use draws from."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return [torch.random, *([torch.get_device_module(accelerator)] if accelerator is not None else [])]
+
+
+def free() -> None:
+    """Give back what nobody holds any more, before the next try."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
