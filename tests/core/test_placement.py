@@ -99,9 +99,9 @@ def test_ten_million_conditions_and_4096_ranks_take_under_50_ms():
     for step in (straddling, 10**9):
         milliseconds = []
         for _ in range(8):  # the best of eight: other processes may have the core meanwhile
-            begun = time.perf_counter()
+            begun = time.process_time()
             place(shape, seed=0, step=step).of(4095)
-            milliseconds.append(1000 * (time.perf_counter() - begun))
+            milliseconds.append(1000 * (time.process_time() - begun))
         assert min(milliseconds) < 50
 
 

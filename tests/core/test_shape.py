@@ -44,10 +44,10 @@ def test_the_nearest_values_are_named():
 
 
 def test_a_hopeless_number_is_refused_at_once():
-    begun = time.perf_counter()
+    begun = time.process_time()
     with pytest.raises(UserError, match="conditions_per_step 100"):
         Shape(conditions=100, conditions_per_step=10**6, group_size=4)
-    assert time.perf_counter() - begun < 0.5
+    assert time.process_time() - begun < 0.5
 
 
 @given(
