@@ -66,7 +66,7 @@ def training_steps(
         advantages = compare(rewards, group_ids, config.advantage)
         if config.refill:
             advantages, dropped = keep_first(advantages, placed)
-        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, rollouts))
+        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
         figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
         laps.lap("update_s")
         figures = measure(workload, rollouts, comparison, comm) | dropped | figures
