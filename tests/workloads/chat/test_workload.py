@@ -188,13 +188,13 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
         train(config, tmp_path, preflight=False)
 
 
-def test_report_tells_pass_at_k_beside_the_policy_before_training(folder, tmp_path):
+def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
     config = replace(recipe(folder, eval=EvalConfig(questions=5, samples=2, report_samples=3, pass_from=0.5)), steps=2)
     train(config, tmp_path)
     workload = config.workload.build(CPU)
     found = workload.report()
     policies = found.figures["report"]["policies"]
-    assert policies["trained"] == policies["before training"]  # nothing was loaded into this one
+    assert policies["trained"] == policies["untrained"]  # nothing was loaded into this one
     assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
     assert sum(policies["trained"]["questions_by_passed"]) == 5
     assert found.tables[0].title == "pass@k on 5 held-out questions"
