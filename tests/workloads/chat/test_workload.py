@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.core.placement import Rows
+from groupwise.train.config import differing_fields, to_dict
 from groupwise.train.folder import read_lines
 from groupwise.workloads.chat.config import EvalConfig, JudgeConfig
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
@@ -150,6 +151,15 @@ def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
     both = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")]
     without = [[{key: e[key] for key in e if key not in ignored} for e in entries] for entries in both]
     assert without[0] == without[1]
+
+
+def test_knobs_of_memory_may_change_on_resume_and_others_may_not(folder):
+    config = recipe(folder)
+    smaller = replace(config, workload=replace(config.workload, decode_rows=3, tokens_per_pass=99))
+    assert differing_fields(to_dict(smaller), to_dict(config)) == []
+    hotter = replace(config, workload=replace(config.workload, sampling=Sampling(max_new_tokens=6, temperature=2.0)))
+    (told,) = differing_fields(to_dict(hotter), to_dict(config))
+    assert told == "workload.sampling.temperature was 1.0 and is now 2.0"
 
 
 def test_an_adapter_trains_with_its_reference_switched_on(folder, tmp_path):
