@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.core.errors import require
+from groupwise.plan.frozen import FrozenMemory, read_frozen
 from groupwise.workloads.controller.config import ControllerConfig
 
 if TYPE_CHECKING:
@@ -39,6 +40,11 @@ class MosaicControllerConfig(ControllerConfig):
         super().__post_init__()
         for name in ("mosaics", "held_out_mosaics", "choose_mosaics", "test_mosaics"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+
+    def memory(self) -> FrozenMemory:
+        """The embedded model in float32, its three tiers, and questions of at most three words."""
+        text, vision = read_frozen(Path(__file__).parent / "asset")
+        return FrozenMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
 
     def task(self, device: torch.device) -> Task:
         from groupwise.workloads.controller.mosaic.task import mosaic_task
