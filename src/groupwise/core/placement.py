@@ -88,6 +88,11 @@ class Placement:
     condition: Int64[Tensor, " rollouts"]
 
     @property
+    def rounds(self) -> int:
+        """More than one where a step's rounds were joined."""
+        return len(self.group) // self.shape.rollouts_per_step
+
+    @property
     def seat(self) -> Seats:
         return torch.arange(self.shape.rollouts_per_step)
 

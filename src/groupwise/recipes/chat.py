@@ -15,5 +15,5 @@ def recipe() -> Config:
         group_size=8,
         rows_per_pass=128,
         optimiser=OptimiserConfig(learning_rate=3e-4, schedule="linear", warmup_updates=3),
-        run=RunConfig(show_samples_every=30),
+        run=RunConfig(samples_per_step=8, show_samples_every=30),
     )

@@ -66,7 +66,7 @@ def training_steps(
         advantages = compare(rewards, group_ids, config.advantage)
         if config.refill:
             advantages, dropped = keep_first(advantages, placed)
-        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, rollouts))
+        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
         figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
         laps.lap("update_s")
         figures = measure(workload, rollouts, comparison, comm) | dropped | figures
@@ -159,9 +159,10 @@ def measure(workload: Workload, rollouts: Rollouts, comparison: Comparison, comm
     return {name: comm.gather(column.cpu().double()).nanmean().item() for name, column in found.items()}
 
 
-def share(comm: Comm, rollouts: Rollouts) -> slice:
-    """This rank's seats in what is gathered."""
-    return slice(comm.rank * len(rollouts), (comm.rank + 1) * len(rollouts))
+def share(comm: Comm, shape: Shape, rounds: int = 1) -> slice:
+    """This rank's seats."""
+    seats = shape.rollouts_per_rank * rounds
+    return slice(comm.rank * seats, (comm.rank + 1) * seats)
 
 
 def describe(
@@ -177,7 +178,7 @@ def describe(
     if not wanted:
         return []
     nth = (placed.group - placed.group.min()) * placed.shape.group_size + placed.member
-    mine = share(comm, rollouts)
+    mine = share(comm, placed.shape, placed.rounds)
     rows = (nth[mine] < wanted).nonzero().flatten()
     seats = rows + mine.start
     with comm.together(f"describe() of {type(workload).__name__}"):

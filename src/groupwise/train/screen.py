@@ -101,10 +101,15 @@ def sample_table(samples: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(name, overflow="fold", max_width=44)
     for name in (*terms, *(["reward"] if len(terms) > 1 else []), "advantage"):
         table.add_column(name, justify="right")
+    above: Mapping[str, Any] = {}
     for sample in samples:
+        cells = [str(sample[name]) for name in told]
+        if told and above.get("group") == sample["group"] and above[told[0]] == sample[told[0]]:
+            cells[0] = ""  # siblings share what was asked
+        above = sample
         earned = [sample["rewards"][name] for name in terms] + ([sample["reward"]] if len(terms) > 1 else [])
         table.add_row(
-            *(Text(str(sample[name])) for name in told),
+            *map(Text, cells),
             *("missing" if number is None else f"{number:.3g}" for number in (*earned, sample["advantage"])),
         )
     return table

@@ -1,4 +1,4 @@
-"""Runs under torchrun: two steps of the tiny chat task, members of a group apart; rank 0 writes what came out.
+"""Runs under torchrun: one step of the tiny chat task, members of a group apart; rank 0 writes what came out.
 
 torchrun ... ranks.py FOLDER OUTPUT.pt
 """
@@ -23,9 +23,12 @@ FIGURES = ("tokens", "tokens_better", "tokens_worse", "truncated_share", "entrop
 def outcome(
     folder: Path, placement: str, *, rows_per_pass: int, tokens_per_pass: int | None = None
 ) -> dict[str, object]:
-    """What was said first by (group, member), the weights after two steps, and the last step's figures."""
+    """What was said by (group, member), the gradient and the step's figures.
+
+    Weights would say less: AdamW makes whole steps of the rounding in gradients that are zero.
+    """
     config = recipe(folder, tokens_per_pass=tokens_per_pass)
-    config = replace(config, steps=2, placement=placement, rows_per_pass=rows_per_pass)
+    config = replace(config, steps=1, placement=placement, rows_per_pass=rows_per_pass)
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
     rows = placed.of(setup.comm.rank)
@@ -33,9 +36,9 @@ def outcome(
     keys = zip(rows.group.tolist(), rows.member.tolist(), said, strict=True)
     everything = {(group, member): ids for group, member, ids in setup.comm.gather_objects(list(keys))}
     steps = list(training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm))
-    weights = torch.cat([parameter.detach().flatten() for parameter in setup.workload.policy.parameters()])
+    gradient = torch.cat([parameter.grad.flatten() for parameter in setup.workload.policy.parameters()])
     figures = {name: steps[-1].figures[name] for name in FIGURES}
-    return {"said": everything, "weights": weights, "figures": figures, "ranks": setup.comm.ranks}
+    return {"said": everything, "gradient": gradient, "figures": figures, "ranks": setup.comm.ranks}
 
 
 if __name__ == "__main__":

@@ -120,11 +120,11 @@ def test_training_follows_the_golden_curve_and_leaves_its_figures(folder, tmp_pa
 
 def test_neither_placement_nor_the_cut_changes_the_run(folder):
     whole = outcome(folder, "whole", rows_per_pass=8)
-    assert not torch.equal(whole["weights"], torch.zeros_like(whole["weights"]))
-    for placement, rows, tokens in (("shuffled", 1, None), ("spread", 16, None), ("whole", 16, 40)):
+    assert whole["gradient"].abs().max() > 1e-3
+    for placement, rows, tokens in (("shuffled", 2, None), ("spread", 32, None), ("whole", 32, 40)):
         other = outcome(folder, placement, rows_per_pass=rows, tokens_per_pass=tokens)
         assert other["said"] == whole["said"]
-        assert_close(other["weights"], whole["weights"], rtol=0, atol=2e-6)
+        assert_close(other["gradient"], whole["gradient"], rtol=0, atol=1e-6)
 
 
 def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(folder, tmp_path):
@@ -133,7 +133,7 @@ def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(folder,
     one, two = outcome(folder, "whole", rows_per_pass=8), torch.load(tmp_path / "two.pt")
     assert two["ranks"] == 2
     assert two["said"] == one["said"]
-    assert_close(two["weights"], one["weights"], rtol=0, atol=2e-6)
+    assert_close(two["gradient"], one["gradient"], rtol=0, atol=1e-6)
     assert two["figures"] == pytest.approx(one["figures"], abs=1e-6)
 
 
@@ -183,7 +183,7 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
     judge = JudgeConfig(functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), seconds=0.2)
     config = recipe(folder, judge=judge, data=replace(chat_config(folder).data, held_out=""))
     with pytest.raises(
-        UserError, match=r"16 of 16 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
+        UserError, match=r"32 of 32 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
     ):
         train(config, tmp_path, preflight=False)
 

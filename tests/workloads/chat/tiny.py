@@ -92,7 +92,7 @@ def recipe(folder: Path, **changes: object) -> gw.Config:
         chat_config(folder, **changes),
         steps=3,
         conditions_per_step=4,
-        group_size=4,
+        group_size=8,
         rows_per_pass=8,
-        optimiser=gw.OptimiserConfig(learning_rate=1e-2),
+        optimiser=gw.OptimiserConfig(learning_rate=3e-2),
     )

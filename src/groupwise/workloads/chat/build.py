@@ -21,7 +21,7 @@ from groupwise.workloads.chat.table import Table, read_table
 from groupwise.workloads.chat.workload import ChatParts, ChatWorkload
 
 ASSET = Path(__file__).parent / "arithmetic" / "asset"
-_EMBEDDED_ROWS = {Split.TRAIN: 4096, Split.HELD_OUT: 1024}
+_EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
 
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:

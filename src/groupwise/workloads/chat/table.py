@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,8 +18,8 @@ Row = Mapping[str, Any]
 class Table:
     """Rows that all have the same columns, each with where it came from."""
 
-    rows: list[Row]
-    places: list[str]
+    rows: Sequence[Row]
+    places: Sequence[str]
     """Such as 'train.jsonl, line 12'."""
     dropped: Counter[str]
     """How many rows were left out, by reason."""
@@ -92,11 +92,12 @@ def _parsed(found: Any) -> Row:
     if not isinstance(found, bytes):
         return dict(found)
     try:
-        row = json.loads(found.decode("utf-8"))
+        row = json.loads(found.decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
         raise BadRowError("broken line", f"byte {error.start + 1} is not UTF-8, as JSON must be.") from error
-    except ValueError as error:
-        raise BadRowError("broken line", f"it is not JSON ({error}): every line must be one whole object.") from error
+    except json.JSONDecodeError as error:
+        why = f"{error.msg}, column {error.colno}"
+        raise BadRowError("broken line", f"it is not JSON ({why}): every line must be one whole object.") from error
     if not isinstance(row, dict):
         raise BadRowError(
             "broken line", f"it holds {type(row).__name__}, where every line must be an object of columns."

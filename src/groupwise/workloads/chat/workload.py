@@ -16,10 +16,11 @@ from groupwise.workloads.base import Workload
 from groupwise.workloads.chat.completion import Completion, padded, token_mask
 from groupwise.workloads.chat.config import ChatConfig
 from groupwise.workloads.chat.engine_config import Sampling
+from groupwise.workloads.chat.passes import cut_into_passes
 from groupwise.workloads.chat.policy import Policy
 from groupwise.workloads.chat.prompts import Prompts
 from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import cut_into_passes, score
+from groupwise.workloads.chat.scoring import score
 from groupwise.workloads.chat.table import counted
 from groupwise.workloads.chat.watch import alarm_of, measures_of
 from groupwise.workloads.judge import RewardFunction, judge
@@ -101,11 +102,11 @@ class ChatWorkload(Workload):
 
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
         """Members of a group together, so that their prompt is computed once; cut by rows and by tokens."""
-        asked, of_row = _only_used(self.parts.training, rollouts.data["condition"])
+        of_row = rollouts.data["condition"].tolist()
         return cut_into_passes(
-            asked,
             of_row,
-            rollouts.data["completion"],
+            [len(self.parts.training.ids[row]) for row in of_row],
+            [len(completion) for completion in rollouts.data["completion"]],
             rows_per_pass=rows_per_pass,
             tokens_per_pass=self.config.tokens_per_pass,
         )

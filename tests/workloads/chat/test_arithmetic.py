@@ -1,0 +1,110 @@
+"""The embedded model: its task, its tokenizer, its pretraining, and what it can and cannot do as it is shipped."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.core.errors import UserError
+from groupwise.recipes import load_recipe
+from groupwise.workloads.chat.answers import given_number
+from groupwise.workloads.chat.arithmetic.dialogues import ask, at_once, continued, rows, worked
+from groupwise.workloads.chat.arithmetic.pretrain import Plan, batches, pretrain
+from groupwise.workloads.chat.arithmetic.problems import Problem, Split, draw_problem
+from groupwise.workloads.chat.arithmetic.tokenizer import train_tokenizer
+from groupwise.workloads.chat.build import ASSET, load_tokenizer
+from groupwise.workloads.chat.config import ChatConfig, EvalConfig
+from groupwise.workloads.chat.evaluate import sit
+
+CPU = torch.device("cpu")
+TOKENIZER = train_tokenizer()
+
+
+def test_by_hand():
+    problem = Problem((14, -2, 9))
+    assert problem.text == "14 - 2 + 9"
+    assert problem.answer == 21
+    assert worked(problem) == "14-2=12\n12+9=21\n#### 21"
+    assert at_once(problem) == "#### 21"
+
+
+@given(st.integers(0, 2**32), st.sampled_from(list(Split)))
+def test_problems_stay_in_range_and_in_their_split(seed, split):
+    random = np.random.default_rng(seed)
+    problem = draw_problem(random, split)
+    assert problem.split is split
+    assert all(0 <= total <= 40 for total in problem.totals)
+    assert 3 <= len(problem.terms) <= 5
+    messages = ask(problem, random)
+    rest = continued(problem, messages)
+    for reply in (worked(rest), at_once(rest)):
+        assert given_number(reply) == problem.answer
+    if len(messages) == 3:
+        assert given_number(messages[1]["content"]) == rest.terms[0]
+
+
+def test_no_question_is_in_two_splits():
+    texts = [{str(row["messages"]) for row in rows(split, 200, seed=0)} for split in (Split.TRAIN, Split.HELD_OUT)]
+    assert [len(each) for each in texts] == [200, 200]
+    assert not texts[0] & texts[1]
+    assert rows(Split.TRAIN, 5, seed=0) == rows(Split.TRAIN, 200, seed=0)[:5]
+
+
+@given(st.text(max_size=40))
+def test_any_text_can_be_encoded_and_comes_back(text):
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    assert TOKENIZER.decode(ids) == text
+    assert all(len(TOKENIZER.decode([token])) == 1 for token in ids if TOKENIZER.decode([token]).isdigit())
+
+
+def test_the_shipped_tokenizer_is_the_one_that_is_trained():
+    shipped = load_tokenizer(ChatConfig())
+    assert shipped.get_vocab() == TOKENIZER.get_vocab()
+    assert shipped.chat_template == TOKENIZER.chat_template
+    assert sum(path.stat().st_size for path in ASSET.iterdir()) < 6e6
+
+
+def test_only_the_last_reply_is_learned():
+    plan = Plan(dialogues_per_step=8, dialogues_per_pass=4)
+    cuts = list(batches(plan, TOKENIZER, step=3))
+    assert [ids.shape[0] for ids, _ in cuts] == [4, 4]
+    for ids, labels in cuts:
+        for line, wanted in zip(ids, labels, strict=True):
+            text = TOKENIZER.decode(line[wanted != -100])
+            before, _, reply = TOKENIZER.decode(line[line != TOKENIZER.pad_token_id]).rpartition("<|assistant|>")
+            assert text == reply
+            assert text.endswith("<|end|>")
+            assert before.startswith("<|user|>")
+
+
+def test_pretraining_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path):
+    plan = Plan(steps=4, dialogues_per_step=4, dialogues_per_pass=2, width=16, hidden=16, layers=1, warm_up_steps=2)
+    losses = {"straight": [], "killed": []}
+
+    def run(name, **options):
+        def watch(told):
+            losses[name].append(told.loss)
+
+        return pretrain(plan, TOKENIZER, tmp_path / name, watch=watch, checkpoint_every=1, **options)
+
+    straight = run("straight").state_dict()
+    run("killed", stop_after=2)
+    killed = run("killed").state_dict()
+    assert losses["straight"] == losses["killed"]
+    assert all(torch.equal(straight[name], killed[name]) for name in straight)
+    with pytest.raises(UserError, match="written with another plan"):
+        pretrain(replace(plan, seed=1), TOKENIZER, tmp_path / "killed", watch=print)
+
+
+def test_as_shipped_it_is_right_a_third_to_three_fifths_of_the_time_and_better_when_it_works_things_out():
+    config = replace(load_recipe("chat").workload, eval=EvalConfig(questions=100))
+    workload = config.build(CPU)
+    exam = sit(workload, workload.parts.held_out, samples=2)
+    right = exam.passed.flatten()
+    assert 0.3 <= right.double().mean() <= 0.6
+    has_worked = torch.tensor(["=" in text for text in workload.texts(exam.completions)])
+    assert right[has_worked].double().mean() > right[~has_worked].double().mean() + 0.4
+    assert exam.truncated_share < 0.05
