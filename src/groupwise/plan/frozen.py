@@ -80,14 +80,17 @@ class FrozenMemory:
         return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 
     def _rollout(self, job: Job) -> dict[str, int]:
-        """Every question of a pass is new: nothing is remembered yet, and no two rows choose alike."""
+        """Every question of a pass is new, all rows look as finely as they can, and no two go on alike from their
+        insertion positions, which are spread evenly: nothing is remembered or shared beyond the prefix.
+        """
         rows, text, number = job.shape.rows_per_pass, self.text, self.number_bytes
         questions = job.prompts_in(rows)
         per_block = text.width + 2 * text.kv_width  # the state after it, keys and values
         every_tier = sum(map(self.prompt_tokens, self.crops.values()))
         longest = self.prompt_tokens(max(self.crops.values()))
         prefix = questions * every_tier * (self.positions * per_block + text.width) * number
-        cache = rows * longest * (text.layers - self.positions) * per_block * number
+        own_blocks = text.layers - (self.positions + 1) / 2
+        cache = int(rows * longest * own_blocks * per_block) * number
         one_block = rows * longest * (self._wide_moment() + per_block) * number
         seen = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
         vision = seen * self.vision.patches * (5 * self.vision.width + 2 * self.vision.inner) * number

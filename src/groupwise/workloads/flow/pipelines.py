@@ -102,7 +102,7 @@ class RecamConfig(PipelineConfig):
     """Camera layers that were trained before (safetensors); None begins with layers that change nothing."""
 
     def memory(self) -> VideoMemory:
-        """By the transformer's config.json; text encoder and VAE visit the device one at a time, without being planned."""
+        """By the transformer's config.json. Text encoder and VAE visit the device one at a time: not planned."""
         if self.pipeline is None:
             raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
         latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
