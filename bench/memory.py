@@ -5,8 +5,10 @@
 *plan* is the arithmetic (no torch), *trace* follows two passes and AdamW's step with fake tensors, *truth* is what the
 CPU allocator handed out in the same step with real tensors (torch.profiler, profile_memory). Models that would not
 fit here have no truth.
-'accelerate' is 4 x weights in float32 (its `estimate-memory` for training with Adam), 'DeepSpeed' is
-2 + 2 + 12 bytes a trained number and 2 a frozen one (ZeRO 1 rank, no offload): both leave activations out.
+
+'accelerate' is what its `estimate-memory` gives for training with Adam: four times the weights. 'DeepSpeed' is its
+estimator for ZeRO 2 without offload on one GPU: 4 + 16 bytes a parameter. Both know all parameters as trained, and leave
+activations out, which is why they are off.
 """
 
 from __future__ import annotations
@@ -186,7 +188,7 @@ def figures(name: str, point: Chat | Flow) -> dict[str, Any]:
         "trace": traced,
         "truth": truth,
         "accelerate": 4 * 4 * (trained + frozen),
-        "deepspeed": 16 * trained + 2 * frozen,
+        "deepspeed": 20 * (trained + frozen),
         "plan_ms": milliseconds,
         "trace_s": seconds,
     }

@@ -127,14 +127,14 @@ def test_a_video_models_update(part):
 def test_a_controllers_network_and_its_frozen_model_are_counted_exactly():
     from groupwise.recipes import load_recipe
     from groupwise.workloads.controller.mosaic.crops import CROPS, TOKENS_PER_CROP
-    from groupwise.workloads.controller.mosaic.model import load
-    from groupwise.workloads.controller.mosaic.steer import steer
+    from groupwise.workloads.controller.mosaic.model import load_mosaic
+    from groupwise.workloads.controller.mosaic.steer import mosaic_options
     from groupwise.workloads.controller.policy import Policy
 
     memory: FrozenMemory = load_recipe("controller").workload.memory()
     assert memory.crops == {tier.value: 1 + count for tier, count in CROPS.items()}
     assert memory.vision.patches == TOKENS_PER_CROP
-    model = load()
+    model = load_mosaic()
     assert memory.text.parameters + memory.vision.parameters == sum(w.numel() for w in model.parameters())
-    policy = Policy(memory.text.width, steer(model).options)
+    policy = Policy(memory.text.width, mosaic_options())
     assert memory.policy_numbers == sum(weight.numel() for weight in policy.parameters())
