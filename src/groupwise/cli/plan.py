@@ -124,8 +124,8 @@ def _of_recipe(config: Config, options: Options) -> tuple[MemoryModel, Job]:
     if model is None:
         raise UserError(
             f"{type(config.workload).__name__} says nothing about its memory (its method memory() returns None), so"
-            " there is no arithmetic to do. `groupwise train` measures it step by step; docs/memory.md says how to give a"
-            " workload of your own a plan."
+            " there is no arithmetic to do. `groupwise train` measures it step by step; docs/memory.md says how to give"
+            " a workload of your own a plan."
         )
     return model, config.job(ranks=options.ranks, sharded=options.sharded)
 

@@ -31,10 +31,14 @@ def show(plan: Plan, checked: Mapping[str, Any], picture: Path | None) -> None:
     for name, found in plan.settings.items():
         console.print(_bar(name, found), soft_wrap=True)
     console.print(_legend(plan), soft_wrap=True)
+    doubled = "; ".join(
+        f"twice the {name}: {peak / plan.current.stages.peak - 1:+.1%}" for name, peak in plan.doubled.items()
+    )
     console.print(
-        "\ngroup_size and conditions_per_step do not change the peak: both are loops over passes. They change how many"
-        " rollouts\na step compares, and so its time and the noise of its gradient. rows_per_pass changes memory and"
-        " speed, never the result."
+        "\ngroup_size and conditions_per_step are loops over passes: they hardly change the peak"
+        f" ({doubled}), but how many rollouts\na step compares, and so its time and the noise of its gradient."
+        " rows_per_pass changes memory and speed, never the result.",
+        soft_wrap=True,
     )
     if plan.lower and (not plan.fits or plan.current.utilisation > 0.9):
         console.print("\nWhat to lower first, each on top of those before:")

@@ -73,12 +73,13 @@ class Architecture:
         return self.layers * self.layer_numbers + self.head_numbers * (1 if self.tied else 2) + self.width
 
     def adapter_numbers(self, rank: int) -> int:
-        """A LoRA adapter on every linear layer but the head; experts, which are no linear layers, get none."""
-        pairs = [(self.width, self.query_width), (self.query_width, self.width)]
-        pairs += [(self.width, self.kv_width)] * 2
-        if not self.experts:
-            pairs += [(self.width, self.inner)] * 2 + [(self.inner, self.width)]
-        return self.layers * rank * sum(wide + narrow for wide, narrow in pairs)
+        """A LoRA adapter (PEFT's) on every layer but the head; the joined gate and up of experts get twice the rank."""
+        attention = 2 * (self.width + self.query_width) + 2 * (self.width + self.kv_width)
+        inner = 3 * (self.width + self.inner)
+        if self.experts:
+            joined = 2 * (self.width + 2 * self.inner)
+            inner = self.experts * (joined + self.inner + self.width) + self.width + self.experts
+        return self.layers * rank * (attention + inner)
 
     def kv_bytes(self, tokens: int, number_bytes: int) -> int:
         """Keys and values of so many tokens: 2 x layers x grouped heads x head width x tokens x bytes."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from groupwise.plan.parts import Job, Stages
@@ -40,6 +40,8 @@ class Plan:
     recommended: Setting
     aggressive: Setting
     lower: Sequence[Lowering]
+    doubled: Mapping[str, int]
+    """The peak if a number that is a loop over passes were doubled: hardly another one."""
 
     @property
     def fits(self) -> bool:
@@ -67,6 +69,7 @@ class Plan:
                 }
                 for step in self.lower
             ],
+            "peak_bytes_if_doubled": dict(self.doubled),
             "nearest_that_divide": divisors(self.current.shape),
         }
 
@@ -81,4 +84,11 @@ def make_plan(model: MemoryModel, job: Job, device: int) -> Plan:
         propose(job, predict, device, RECOMMENDED),
         propose(job, predict, device, AGGRESSIVE),
         lower_first(job, predict, smaller),
+        {name: predict(_doubled(job, name)).with_margin().peak for name in ("conditions_per_step", "group_size")},
     )
+
+
+def _doubled(job: Job, name: str) -> Job:
+    """Always a shape that fits: what divided before divides twice as much, and the dataset is as large as need be."""
+    shape = replace(job.shape, conditions=max(job.shape.conditions, 4 * job.shape.conditions_per_step))
+    return replace(job, shape=replace(shape, **{name: 2 * getattr(shape, name)}))

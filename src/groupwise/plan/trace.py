@@ -110,7 +110,7 @@ def traced_update(
             optimiser.zero_grad(set_to_none=True)
             live.peak = live.now
             for each in passes:
-                each().backward()  # type: ignore[no-untyped-call]
+                each().backward()
             optimiser.step()
         return live.peak
 

@@ -167,18 +167,23 @@ class VideoMemory:
 
     def _update(self, job: Job) -> dict[str, int]:
         rows, steps = job.shape.rows_per_pass, self.trained_steps
-        block = self.kept_by_block()
-        held = self.model.layers * (self.model.width * 4 if self.checkpointing else block)
+        block, wide = self.kept_by_block(), self.model.width * 4
+        held = self.model.layers * (wide if self.checkpointing else block)
         moment = block if self.checkpointing else 0
-        moment += 2 * self.model.inner * self.number_bytes
+        moment += (2 if self.lora_rank else 1) * self.model.inner * self.number_bytes + (
+            2 if self.lora_rank else 4
+        ) * wide
         return {
             "latents": self._trajectory(job),
             "activations": rows * self.tokens * (steps * held + moment),
         }
 
     def kept_by_block(self) -> int:
-        """Bytes that a block keeps of one token."""
-        return (22 * self.model.width + 2 * self.model.inner) * self.number_bytes
+        """Bytes that a block keeps of one token, as traced: eight widths of it around the norms, always in float32."""
+        wide, inner, number = self.model.width, self.model.inner, self.number_bytes
+        if self.lora_rank is not None:  # inputs of frozen layers need not be kept
+            return 8 * wide * 4 + int(7.1 * wide * number) + inner * number + 10 * self.lora_rank * 4
+        return 8 * wide * 4 + int(15.3 * wide * number) + 2 * inner * number
 
     def smaller(self) -> list[tuple[str, VideoMemory, bool]]:
         found: list[tuple[str, VideoMemory, bool]] = []

@@ -102,8 +102,9 @@ class Config:
     """Conditions (prompts, tasks) drawn for a step, without replacement."""
     group_size: int = 8
     """Rollouts of each condition; they are compared only with each other."""
-    rows_per_pass: int = 8
-    """Rows that go through the model together. A memory knob: it never changes the result."""
+    rows_per_pass: int | Literal["auto"] = 8
+    """Rows that go through the model together. A memory knob: it never changes the result. auto takes the most that the
+    memory plan and a trial step on the device agree on."""
     refill: int = 0
     """Rounds of further conditions that a step may roll out while fewer than conditions_per_step groups have spread
     (dynamic sampling). What is dropped is counted. 0 trains on what there is."""
@@ -119,6 +120,8 @@ class Config:
     def __post_init__(self) -> None:
         require_types(self)
         require(self.steps >= 1, "steps", self.steps, "at least 1")
+        whole = isinstance(self.rows_per_pass, int) and not isinstance(self.rows_per_pass, bool)
+        require(whole or self.rows_per_pass == "auto", "rows_per_pass", self.rows_per_pass, "a whole number, or auto")
         require(self.refill >= 0, "refill", self.refill, "0 or more")
         if self.group_size < 2:
             self.shape(conditions=max(self.conditions_per_step, 1))
@@ -134,15 +137,17 @@ class Config:
                 f" {conditions}: it must hold a multiple of them, or at least {2 * reserved - 1}. Take refill"
                 f" {max(0, most)} or less."
             )
-        return Shape(conditions, self.conditions_per_step, self.group_size, ranks, self.rows_per_pass, self.placement)
+        rows = 1 if self.rows_per_pass == "auto" else self.rows_per_pass
+        return Shape(conditions, self.conditions_per_step, self.group_size, ranks, rows, self.placement)
 
-    def job(self, *, ranks: int = 1, sharded: bool = False) -> Job:
+    def job(self, *, ranks: int = 1, sharded: bool = False, all_at_once: bool = True) -> Job:
         """The numbers that decide the memory of a run, whatever the dataset's size."""
         return Job(
             self.shape(conditions=PLENTY, ranks=ranks),
             kl=self.loss.kl > 0,
             ema=self.optimiser.ema_decay is not None,
             sharded=sharded,
+            all_at_once=all_at_once,
         )
 
     @property

@@ -5,16 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.core.placement import place
-from groupwise.core.shape import Shape
-from groupwise.dist.comm import Comm, connect
-from groupwise.dist.trackers import Trackers, check_installed
+from groupwise.dist.comm import Comm
+from groupwise.dist.trackers import Trackers
+from groupwise.meter.memory import device_bytes
 from groupwise.train.checkpoint import (
     check_same_config,
     check_same_files,
@@ -24,15 +23,14 @@ from groupwise.train.checkpoint import (
     write_checkpoint,
 )
 from groupwise.train.config import Config, to_dict
-from groupwise.train.cut import Cut
 from groupwise.train.folder import RunFolder
 from groupwise.train.loop import Step, training_steps
+from groupwise.train.monitor import Monitor, known_memory
 from groupwise.train.preflight import Check, preflight, refuse_failures
-from groupwise.train.recovery import Recovery
+from groupwise.train.recovery import GENERAL_ADVICE, Recovery
 from groupwise.train.screen import Screen
+from groupwise.train.setup import Setup, set_up
 from groupwise.train.signals import stop_signals
-from groupwise.train.state import State, new_state
-from groupwise.workloads.base import Workload
 from groupwise.workloads.report import Report
 
 
@@ -51,40 +49,12 @@ class Summary:
     is_main: bool
 
 
-@dataclass(frozen=True)
-class Setup:
-    """Everything a run stands on, made once."""
-
-    config: Config
-    comm: Comm
-    workload: Workload
-    shape: Shape
-    state: State
-
-
-def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
-    """Join the ranks, build the workload, and refuse what does not fit. A checkpoint to go on from has a say in it."""
-    torch.set_num_threads(config.run.threads)
-    comm = connect()
-    check_installed(config.run.trackers)
-    with comm.together(f"build() of {type(config.workload).__name__}"):
-        settings = config.workload.continuing(checkpoint) if checkpoint else config.workload
-        workload = settings.build(comm.device)
-        for name in ("policy", "conditions"):
-            if not hasattr(workload, name):
-                raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
-    shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
-    place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
-    state = new_state(workload.policy, config.optimiser)
-    state.cut = Cut(shape.rows_per_pass)
-    return Setup(config, comm, workload, shape, state)
-
-
 def train(config: Config) -> Summary:
     """Train as the config says. The same call on one process and on many ranks."""
     begun = time.perf_counter()
     folder = RunFolder(run_dir(config))
     setup = set_up(config, _newest(folder) if config.run.resume else None)
+    config = setup.config
     with setup.comm.together("Claiming the run folder"):
         if setup.comm.is_main:
             folder.claim(resume=config.run.resume)
@@ -94,15 +64,38 @@ def train(config: Config) -> Summary:
             rollouts_per_step=setup.shape.rollouts_per_step,
             silent=not setup.comm.is_main,
         ) as screen:
-            recovery = Recovery(
-                setup.workload, setup.state.cut, setup.shape, screen.warn, grow_after=config.run.grow_after
-            )
-            _resume(setup, folder, screen, recovery)
-            _preflight(setup, screen, recovery)
-            interrupted = _train(setup, folder, screen, recovery)
+            watch = _watch(setup, folder, screen)
+            _resume(setup, folder, screen, watch.recovery)
+            _preflight(setup, screen, watch.recovery)
+            interrupted = _train(setup, folder, screen, watch)
     finally:
         folder.release()
     return _summary(setup, folder, time.perf_counter() - begun, interrupted)
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What looks after memory during a run."""
+
+    recovery: Recovery
+    monitor: Monitor
+
+
+def _watch(setup: Setup, folder: RunFolder, screen: Screen) -> Watch:
+    config, on_cpu = setup.config, setup.comm.device.type == "cpu"
+    monitor = Monitor(
+        known_memory(config.workload),
+        config.job(ranks=setup.comm.ranks, all_at_once=not on_cpu),
+        device=device_bytes(setup.comm.device),
+        base=setup.base_bytes,
+        accelerator=not on_cpu,
+        warn=screen.warn,
+    )
+    if monitor.plan is not None and setup.comm.is_main:
+        folder.write("plan.json", monitor.plan.plain())
+    recovery = Recovery(setup.workload, setup.state.cut, setup.shape, screen.warn, grow_after=config.run.grow_after)
+    recovery.lower_first = lambda: monitor.lower_first() or GENERAL_ADVICE
+    return Watch(recovery, monitor)
 
 
 def check(config: Config) -> tuple[list[Check], bool]:
@@ -200,7 +193,7 @@ def _preflight(setup: Setup, screen: Screen, recovery: Recovery) -> None:
         refuse_failures(checks)
 
 
-def _train(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery) -> bool:
+def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> bool:
     """Step, log, save. Returns whether the user stopped it."""
     config, comm, state = setup.config, setup.comm, setup.state
     trackers = Trackers(config.run.trackers, folder.path, to_dict(config))
@@ -209,10 +202,11 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery) 
     complete = state.updates
     with stop_signals(screen.say) as stop_asked:
         try:
-            for step in training_steps(
-                setup.workload, state=state, shape=setup.shape, config=config, comm=comm, recovery=recovery
+            for done in training_steps(
+                setup.workload, state=state, shape=setup.shape, config=config, comm=comm, recovery=watch.recovery
             ):
                 complete = state.updates
+                step = replace(done, memory=watch.monitor.see(done.memory, state.cut.rows_per_pass))
                 _log(step, folder, trackers, comm)
                 screen.step(step.step, step.figures, step.memory)
                 screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,12 +25,15 @@ def policy_like(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
     if not fake:
         return make_policy(make(model_config, dtype=kept), config)
     with fake_tensors() as mode:
-        model = make(model_config, dtype=kept)
+        model, frozen = make(model_config, dtype=kept), None
+        if config.reference == "copy":  # made anew: fake tensors cannot be copied
+            frozen = make(model_config, dtype=kept).requires_grad_(False).eval()
     with LiveBytes():  # answers the check whether prompts can be shared
-        policy = make_policy(model, config)
-    for part in (policy, policy._reference[0]):
-        if part is not None:
-            make_fake(part, mode)
+        policy = make_policy(model, replace(config, reference="none") if frozen is not None else config)
+        if frozen is not None:
+            policy = Policy(policy.model, config, frozen)
+            policy.train()
+    make_fake(policy, mode)
     return policy
 
 

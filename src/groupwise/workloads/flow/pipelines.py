@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
+from groupwise.plan.video import VideoMemory, read_video_model
 from groupwise.workloads.flow.config import FlowConfig
+from groupwise.workloads.flow.schedule import window_at
 from groupwise.workloads.flow.training_parts import TrainConfig
 
 if TYPE_CHECKING:
@@ -98,6 +100,23 @@ class RecamConfig(PipelineConfig):
     """Of what is generated, in pixels."""
     camera_layers: Path | None = None
     """Camera layers that were trained before (safetensors); None begins with layers that change nothing."""
+
+    def memory(self) -> VideoMemory:
+        """By the transformer's config.json. Text encoder and VAE visit the device one at a time: not planned."""
+        if self.pipeline is None:
+            raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
+        latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
+        return VideoMemory(
+            read_video_model(self.pipeline),
+            latent,
+            len(window_at(self.sampling, 0)),
+            pixels=3 * self.frames * self.height * self.width,
+            guided=self.sampling.guidance != 1,
+            lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
+            camera_only=self.train.part == "camera",
+            number_bytes=2 if self.dtype == "bfloat16" else 4,
+            stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
+        )
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel

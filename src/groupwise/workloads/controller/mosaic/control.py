@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from groupwise.core.errors import require
+from groupwise.plan.frozen import FrozenMemory, read_frozen
 from groupwise.workloads.controller.config import ControllerConfig
 
 if TYPE_CHECKING:
@@ -44,6 +45,11 @@ class MosaicControllerConfig(ControllerConfig):
         """The estimator it was trained with, also where this machine's own has been deleted or made anew since."""
         kept = checkpoint / "estimator.json"
         return replace(self, estimator=str(kept)) if self.estimator == "own" and kept.is_file() else self
+
+    def memory(self) -> FrozenMemory:
+        """The embedded model in float32, its three tiers, and questions of at most three words."""
+        text, vision = read_frozen(Path(__file__).parent / "asset")
+        return FrozenMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
 
     def task(self, device: torch.device) -> Task:
         from groupwise.workloads.controller.mosaic.task import mosaic_task

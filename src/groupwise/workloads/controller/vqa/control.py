@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
+from groupwise.plan.frozen import FrozenMemory, read_frozen
 from groupwise.workloads.controller.config import ControllerConfig
 
 if TYPE_CHECKING:
@@ -64,6 +65,20 @@ class VqaControllerConfig(ControllerConfig):
             min(shares) >= 0 and sum(shares) < 1, "held_out_share and test_share", shares, "0 or more, below 1 in all"
         )
         require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
+
+    def memory(self) -> FrozenMemory:
+        """By the model's config.json, with the usual insertion positions and prompts of up to 64 words."""
+        text, vision = read_frozen(Path(self.model))
+        crops = {tier: 1 + count for tier, count in (self.crops or {"low": 3, "medium": 6, "high": 12}).items()}
+        return FrozenMemory(
+            text,
+            vision,
+            crops,
+            positions=5,
+            question_tokens=64,
+            number_bytes=4 if self.dtype == "float32" else 2,
+            new_tokens=self.max_new_tokens,
+        )
 
     def task(self, device: torch.device) -> Task:
         for name in ("model", "questions", "images"):

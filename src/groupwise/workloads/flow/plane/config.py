@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.core.errors import require
+from groupwise.plan.video import VideoMemory, read_video_model
 from groupwise.workloads.flow.config import FlowConfig
+from groupwise.workloads.flow.schedule import window_at
 
 if TYPE_CHECKING:
     import torch
 
     from groupwise.workloads.flow.task import FlowTask
 
+CLIP, PROMPT_WORDS = (3, 5, 12, 12), 2
+"""Colours, frames, height and width of a clip, and words of a prompt."""
 WEIGHTS = {"camera": 0.6, "quality": 0.4}
 """What a clip is worth: mostly whether the camera went where it was asked to."""
 
@@ -33,6 +38,19 @@ class PlaneConfig(FlowConfig):
         super().__post_init__()
         for name in ("scenes", "held_out_scenes"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+
+    def memory(self) -> VideoMemory:
+        """All weights are trained, pixels are the latents, and the first weights are kept as a reference."""
+        folder = Path(__file__).parent / "asset" if self.model is None else self.model
+        return VideoMemory(
+            read_video_model(folder),
+            CLIP,
+            len(window_at(self.sampling, 0)),
+            pixels=prod(CLIP),
+            text_tokens=PROMPT_WORDS,
+            guided=self.sampling.guidance != 1,
+            stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
+        )
 
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.workloads.flow.plane.task import plane_task

@@ -1,0 +1,154 @@
+"""Memory of training a controller of a frozen multimodal model: vision, prefix states, cache, policy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.core.errors import UserError
+from groupwise.plan.architecture import Architecture, architecture
+from groupwise.plan.parts import Job, Stages, Trained, fullest, without_nothing
+
+ENCODED, FIRST, SECOND, FREQUENCIES = 256, 256, 128, 16
+"""Widths of the controller's network."""
+
+
+@dataclass(frozen=True)
+class Vision:
+    """A vision tower that sees crops of one size, and a projector of two layers."""
+
+    width: int
+    layers: int
+    inner: int
+    patches: int
+    """Tokens that one crop becomes."""
+    patch_numbers: int
+    """Numbers of one patch of pixels."""
+    text_width: int
+
+    @property
+    def parameters(self) -> int:
+        wide = self.width
+        block = 4 * (wide * wide + wide) + 2 * wide * self.inner + self.inner + wide + 4 * wide
+        ends = self.patch_numbers * wide + wide + self.patches * wide + 2 * wide
+        projector = wide * self.text_width + self.text_width + self.text_width * self.text_width + self.text_width
+        return self.layers * block + ends + projector
+
+
+@dataclass(frozen=True)
+class FrozenMemory:
+    """A frozen model whose answers are computed while a small policy learns its knobs."""
+
+    text: Architecture
+    vision: Vision
+    crops: Mapping[str, int]
+    """Crops of every tier, the overview among them."""
+    positions: int
+    """Blocks before the last insertion position: computed for all tiers of a question."""
+    question_tokens: int
+    options: tuple[int, int, int, int] = (3, 5, 5, 5)
+    """Tiers, insertion positions, top-ks, totals of blocks."""
+    number_bytes: int = 4
+    new_tokens: int = 1
+
+    def prompt_tokens(self, crops: int) -> int:
+        return crops * self.vision.patches + self.question_tokens
+
+    @property
+    def policy_numbers(self) -> int:
+        """The controller's network, exactly."""
+        tiers, positions, top_ks, totals = self.options
+        heads = sum((wide + 1) * count for wide, count in _heads(tiers, positions, top_ks, totals))
+        encoder = 2 * FREQUENCIES * ENCODED + ENCODED + ENCODED * ENCODED + ENCODED
+        first = (self.text.width + 1) * FIRST + (ENCODED + 1) * FIRST + (2 * FIRST + 1) * FIRST
+        second = (self.text.width + 1) * SECOND + (ENCODED + 1) * SECOND + positions * SECOND + (SECOND + 1) * SECOND
+        return encoder + first + second + heads
+
+    def stages(self, job: Job) -> Stages:
+        policy = Trained(0, self.policy_numbers)
+        held = policy.parts(job)
+        frozen = (self.text.parameters + self.vision.parameters) * self.number_bytes
+        held = {"frozen model": frozen} | held
+        rollout = {name: held[name] for name in ("frozen model", "weights", "optimiser", "averaged weights")}
+        rows = job.shape.rows_per_pass
+        learned = {"activations": rows * (4 * ENCODED + 6 * FIRST + 6 * SECOND + 2 * self.text.width) * 4}
+        largest = max(self.text.width * FIRST, 2 * FIRST * FIRST, ENCODED * ENCODED)
+        update = fullest(held, [learned], policy.in_step(job, largest), one_pass=job.shape.passes == 1)
+        return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
+
+    def _rollout(self, job: Job) -> dict[str, int]:
+        """Every question of a pass is new, all rows look as finely as they can, and no two go on alike from their
+        insertion positions, which are spread evenly: nothing is remembered or shared beyond the prefix.
+        """
+        rows, text, number = job.shape.rows_per_pass, self.text, self.number_bytes
+        questions = job.prompts_in(rows)
+        per_block = text.width + 2 * text.kv_width  # the state after it, keys and values
+        every_tier = sum(map(self.prompt_tokens, self.crops.values()))
+        longest = self.prompt_tokens(max(self.crops.values()))
+        prefix = questions * every_tier * (self.positions * per_block + text.width) * number
+        own_blocks = text.layers - (self.positions + 1) / 2
+        cache = int(rows * longest * own_blocks * per_block) * number
+        one_block = rows * longest * (self._wide_moment() + per_block) * number
+        seen = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
+        vision = seen * self.vision.patches * (5 * self.vision.width + 2 * self.vision.inner) * number
+        return {
+            "prefix states": prefix,
+            "KV cache and states": cache,
+            "activations": max(one_block, vision),
+            "logits": rows * text.vocabulary * number,
+        }
+
+    def _wide_moment(self) -> int:
+        """Numbers of a token inside the feed-forward part or its experts."""
+        text = self.text
+        times = text.top_k if text.experts else 1
+        return times * max(4 * text.inner, 3 * text.inner + text.width) + 2 * text.width
+
+    def smaller(self) -> list[tuple[str, FrozenMemory, bool]]:
+        found: list[tuple[str, FrozenMemory, bool]] = []
+        now = self
+        if now.number_bytes > 2:
+            now = replace(now, number_bytes=2)
+            found.append(("dtype bfloat16 of the frozen model", now, True))
+        if len(now.crops) > 1:
+            fewer = dict(sorted(now.crops.items(), key=lambda pair: pair[1])[:-1])
+            now = replace(now, crops=fewer)
+            found.append(("no finest tier of crops", now, True))
+        return found
+
+
+def _heads(tiers: int, positions: int, top_ks: int, totals: int) -> list[tuple[int, int]]:
+    """(width, options) of each head that has a choice."""
+    every = [(FIRST, tiers), (FIRST, positions), (SECOND, top_ks), (SECOND, totals)]
+    return [(wide, count) for wide, count in every if count > 1]
+
+
+def read_frozen(folder: Path) -> tuple[Architecture, Vision]:
+    """Text and vision of a LLaVA model by its config.json."""
+    file = folder / "config.json"
+    try:
+        content = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} cannot be read as a model's config.json ({error}). Check the path.") from error
+    if content.get("model_type") != "llava":
+        raise UserError(
+            f"{file} has model_type '{content.get('model_type')}': the arithmetic knows llava. `groupwise plan RECIPE"
+            " --probe` runs a real step instead."
+        )
+    text = architecture(content["text_config"], f"text_config of {file}")
+    return text, vision_of(content["vision_config"], text.width)
+
+
+def vision_of(content: Mapping[str, Any], text_width: int) -> Vision:
+    patch, side = int(content["patch_size"]), int(content["image_size"])
+    return Vision(
+        width=int(content["hidden_size"]),
+        layers=int(content["num_hidden_layers"]),
+        inner=int(content["intermediate_size"]),
+        patches=(side // patch) ** 2,
+        patch_numbers=int(content.get("num_channels", 3)) * patch * patch,
+        text_width=text_width,
+    )

@@ -1,0 +1,63 @@
+"""Everything a run stands on: ranks, workload, shape, state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from groupwise.core.errors import UserError
+from groupwise.core.placement import place
+from groupwise.core.shape import Shape
+from groupwise.dist.comm import Comm, connect
+from groupwise.dist.trackers import check_installed
+from groupwise.meter.memory import used_bytes
+from groupwise.train.config import Config
+from groupwise.train.cut import Cut
+from groupwise.train.state import State, new_state
+from groupwise.workloads.base import Workload
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run stands on, made once."""
+
+    config: Config
+    comm: Comm
+    workload: Workload
+    shape: Shape
+    state: State
+    base_bytes: int = 0
+    """What the process held before the workload was built; on a device, nothing."""
+
+
+def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
+    """Join the ranks, build the workload, and refuse what does not fit. A checkpoint to go on from has a say in it."""
+    torch.set_num_threads(config.run.threads)
+    comm = connect()
+    check_installed(config.run.trackers)
+    base = used_bytes(comm.device)
+    with comm.together(f"build() of {type(config.workload).__name__}"):
+        settings = config.workload.continuing(checkpoint) if checkpoint else config.workload
+        workload = settings.build(comm.device)
+        for name in ("policy", "conditions"):
+            if not hasattr(workload, name):
+                raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
+    shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
+    place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
+    state = new_state(workload.policy, config.optimiser)
+    state.cut = Cut(shape.rows_per_pass)
+    setup = Setup(config, comm, workload, shape, state, base)
+    return _with_chosen_rows(setup) if config.rows_per_pass == "auto" else setup
+
+
+def _with_chosen_rows(setup: Setup) -> Setup:
+    """rows_per_pass auto: a number from here on."""
+    from groupwise.train.probe import choose_rows
+
+    rows = choose_rows(setup)
+    config = replace(setup.config, rows_per_pass=rows)
+    setup.state.cut = Cut(rows)
+    shape = config.shape(conditions=setup.workload.conditions, ranks=setup.comm.ranks)
+    return replace(setup, config=config, shape=shape)

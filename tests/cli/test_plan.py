@@ -1,0 +1,89 @@
+"""`groupwise plan`: one object, three settings, a picture, and exit code 2 for what cannot be."""
+
+import json
+
+import pytest
+
+from groupwise.cli.main import main
+
+CONFIG = {"model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32}
+CONFIG |= {"num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256}
+CONFIG |= {"tie_word_embeddings": True}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def test_json_holds_parts_peak_settings_and_whether_it_fits(config, capsys):
+    assert main(["plan", config, "--device-memory", "80GiB", "--ranks", "8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is True
+    assert set(found["parts"]) == {"rollout", "update"}
+    assert found["parts"]["update"]["weights"] == 4 * 1235814400  # Llama 3.2 1B, trained in float32
+    assert found["peak_bytes"] == max(sum(parts.values()) for parts in found["parts"].values())
+    assert list(found["settings"]) == ["current", "recommended", "aggressive"]
+    for setting in found["settings"].values():
+        assert {"rows_per_pass", "rollouts_per_step", "passes_per_step", "bytes", "utilisation"} <= set(setting)
+    assert 0.4 < found["settings"]["recommended"]["utilisation"] <= 0.6
+    assert 0.6 < found["settings"]["aggressive"]["utilisation"] <= 0.85
+
+
+def test_sharding_divides_what_is_sharded(config, capsys):
+    sizes = []
+    for more in ([], ["--sharded"]):
+        main(["plan", config, "--device-memory", "80GiB", "--ranks", "8", "--json", *more])
+        sizes.append(json.loads(capsys.readouterr().out)["parts"]["update"])
+    for name in ("weights", "gradients", "optimiser"):
+        assert sizes[1][name] == pytest.approx(sizes[0][name] / 8, abs=1)
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_lower(config, capsys):
+    assert main(["plan", config, "--device-memory", "24GiB"]) == 2
+    said = capsys.readouterr()
+    assert "What to lower first" in said.out
+    assert "1. rows_per_pass 8 -> 4: saves" in said.out
+    assert "does not fit:" in said.err
+    assert "are missing" in said.err
+
+
+def test_a_picture_of_the_settings_is_drawn(config, tmp_path, capsys):
+    picture = tmp_path / "plan.png"
+    assert main(["plan", config, "--device-memory", "80GiB", f"--picture={picture}"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "Three settings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["chat", "controller"])
+def test_recipes_are_planned(recipe, capsys):
+    assert main(["plan", recipe, "--device-memory", "32GiB", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    expected = {"chat": ("KV cache", "activations"), "controller": ("prefix states", "frozen model")}[recipe]
+    assert set(expected) <= set(parts["rollout"])
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--device-memory", "32 gigs"], "--device-memory is '32 gigs': it must be a number and a unit"),
+        (["--device-memory", "1GiB"], "the weights alone take 4.6 GiB"),
+        (["--ranks", "0"], "--ranks is '0'"),
+        (["--rows-per-pass", "0"], "rows_per_pass is 0: it must be at least 1"),
+        (["--rows-per-pass", "6"], "Nearest that fit: group_size"),
+    ],
+)
+def test_bad_input_is_a_clear_answer(config, words, says, capsys):
+    given = [] if "--device-memory" in words else ["--device-memory", "80GiB"]
+    assert main(["plan", config, *given, *words]) == 2
+    assert says in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_unknown_architecture_and_a_workload_without_a_plan(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "rwkv"}))
+    assert main(["plan", str(tmp_path), "--json"]) == 2
+    assert "has model_type 'rwkv'" in json.loads(capsys.readouterr().out)["error"]
+    assert main(["plan", "fakes:recipe"]) == 2
+    assert "TinyConfig says nothing about its memory" in capsys.readouterr().err

@@ -1,0 +1,140 @@
+"""Fake tensors take no memory and count the same as the allocator; the arithmetic agrees with them."""
+
+import gc
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+
+from groupwise.core.shape import Shape
+from groupwise.plan.architecture import architecture
+from groupwise.plan.frozen import FrozenMemory
+from groupwise.plan.language import LanguageMemory
+from groupwise.plan.parts import Job
+from groupwise.plan.trace import LiveBytes, fake_tensors, traced_update
+from groupwise.plan.video import VideoMemory, video_model
+from groupwise.workloads.chat.engine_config import PolicyConfig
+from groupwise.workloads.chat.trace import policy_like, scored_pass
+
+SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": False}
+JOB = Job(Shape(10**6, 2, 4, 1, 4, "whole"), all_at_once=False)
+POLICIES = {
+    "full": {},
+    "checkpointing": {"gradient_checkpointing": True},
+    "LoRA": {"lora_rank": 8},
+    "reference": {"reference": "copy"},
+}
+
+
+def allocated(act):
+    """What the allocator hands out at most while `act` runs."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        act()
+    events = watched.profiler.kineto_results.events()
+    sizes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    now = peak = 0
+    for _, size in sizes:
+        now += size
+        peak = max(peak, now)
+    return peak
+
+
+def test_a_sum_by_hand():
+    with LiveBytes() as live:
+        first = torch.zeros(100)  # 400 bytes
+        second = first + 1  # 800
+        del first  # 400
+        third = second[:50].clone()  # 600
+        assert (live.now, live.peak) == (600, 800)
+        view = third.view(5, 10)
+        assert live.now == 600, "a view takes nothing"
+        del third, view, second
+        assert live.now == 0
+
+
+def test_fake_tensors_take_no_memory():
+    def terabyte():
+        with fake_tensors():
+            return torch.nn.Linear(1 << 19, 1 << 19)
+
+    assert allocated(terabyte) < 1 << 20
+    with LiveBytes() as live:
+        live.watch(*terabyte().parameters())
+        assert live.peak > 1 << 40
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_trace_truth_and_arithmetic_of_an_update_agree(name):
+    known = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    config = transformers.AutoConfig.for_model("llama", **SIZES, **known)
+    policy_config = PolicyConfig(model="-", **POLICIES[name])
+    lengths = {"prompts": 1, "rows": 4, "prompt_tokens": 24, "completion_tokens": 16}
+    found = {}
+    for fake in (True, False):
+        policy = policy_like(config, policy_config, fake=fake)
+        assert policy.shares_prompts
+        copy = policy._reference[0]
+        more = tuple(copy.parameters()) if copy is not None else ()
+        one = scored_pass(policy, **lengths)
+        found[fake] = traced_update(policy, [one, one], more=more)
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    optimiser = torch.optim.AdamW(trained)
+
+    def step():
+        for _ in range(2):
+            one().backward()
+        optimiser.step()
+
+    step()
+    optimiser.zero_grad(set_to_none=True)
+    held = sum(t.nbytes for t in (*policy.parameters(), *policy.buffers(), *more)) + 2 * sum(t.nbytes for t in trained)
+    truth = held + allocated(step)
+    assert found[True] == pytest.approx(truth, rel=0.02)
+    assert found[False] == pytest.approx(truth, rel=0.02)
+    planned = LanguageMemory(
+        architecture({"model_type": "llama", **SIZES}),
+        24,
+        16,
+        lora_rank=policy_config.lora_rank,
+        checkpointing=policy_config.gradient_checkpointing,
+        reference_copies=int(policy_config.reference == "copy"),
+    )
+    assert sum(planned.stages(JOB).update.values()) == pytest.approx(truth, rel=0.10)
+
+
+@pytest.mark.parametrize("part", ["all", "lora"])
+def test_a_video_models_update(part):
+    from groupwise.workloads.flow.trace import scored_pass as scored_clips
+    from groupwise.workloads.flow.trace import transformer_like
+    from groupwise.workloads.flow.training_parts import TrainConfig
+
+    sizes = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
+    sizes |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32}
+    rank = 4 if part == "lora" else None
+    memory = VideoMemory(video_model(sizes), (4, 4, 16, 16), 1, text_tokens=8, lora_rank=rank)
+    transformer = transformer_like(sizes, TrainConfig(part=part, lora_rank=4))
+    numbers = sum(weight.numel() for weight in transformer.parameters())
+    assert numbers == memory.model.parameters + (memory.model.adapter_numbers(4) if rank else 0)
+    one = scored_clips(transformer, memory, 2)
+    job = Job(Shape(10**6, 2, 2, 1, 2, "whole"), all_at_once=False)
+    planned = sum(memory.stages(job).update.values())
+    assert planned == pytest.approx(traced_update(transformer, [one, one]), rel=0.10)
+
+
+def test_a_controllers_network_and_its_frozen_model_are_counted_exactly():
+    from groupwise.recipes import load_recipe
+    from groupwise.workloads.controller.mosaic.crops import CROPS, TOKENS_PER_CROP
+    from groupwise.workloads.controller.mosaic.model import load_mosaic
+    from groupwise.workloads.controller.mosaic.steer import mosaic_options
+    from groupwise.workloads.controller.policy import Policy
+
+    memory: FrozenMemory = load_recipe("controller").workload.memory()
+    assert memory.crops == {tier.value: 1 + count for tier, count in CROPS.items()}
+    assert memory.vision.patches == TOKENS_PER_CROP
+    model = load_mosaic()
+    assert memory.text.parameters + memory.vision.parameters == sum(w.numel() for w in model.parameters())
+    policy = Policy(memory.text.width, mosaic_options())
+    assert memory.policy_numbers == sum(weight.numel() for weight in policy.parameters())
