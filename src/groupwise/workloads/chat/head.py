@@ -31,6 +31,11 @@ class Head:
     dtype: torch.dtype
     """What its products are computed in."""
 
+    def rounded(self) -> Head:
+        """With weights in the dtype of its products: made once, for many calls."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return Head(self.weight.to(self.dtype), bias, self.dtype)
+
     def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocabulary"]:
         """All of them: for few tokens only."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
