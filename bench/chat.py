@@ -38,23 +38,23 @@ def rate(steps: list[StepTaken]) -> float:
     return statistics.median(step.tokens / step.seconds for step in steps[1:])
 
 
-def compare(name: str, steps: int) -> None:
+def compare(name: str, steps: int, micro_batch: int | None) -> None:
     case = CASES[name]
-    micro_batches = [size for size in (8, 16, 32) if case.rows % size == 0]
+    micro_batches = [micro_batch] if micro_batch else [size for size in (8, 16, 32) if case.rows % size == 0]
     ours = groupwise_steps(case, 1000)
     found: dict[int, tuple[list[StepTaken], list[StepTaken]]] = {}
-    for micro_batch in micro_batches:
+    for size in micro_batches:
         mine: list[StepTaken] = []
-        theirs = run_trl(case, steps, micro_batch, between=lambda mine=mine: mine.append(next(ours)))
-        found[micro_batch] = (mine, theirs)
+        theirs = run_trl(case, steps, size, between=lambda mine=mine: mine.append(next(ours)))
+        found[size] = (mine, theirs)
     print(f"{case.name}: completion tokens a second, median of {steps - 1} steps in turn")
     best = max(micro_batches, key=lambda size: rate(found[size][1]))
-    for micro_batch, (mine, theirs) in found.items():
+    for size, (mine, theirs) in found.items():
         ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in zip(mine[1:], theirs[1:], strict=True)]
         print(
-            f"  TRL with {micro_batch:2d} rows a pass {rate(theirs):8.0f}   groupwise {rate(mine):8.0f}   ratio"
+            f"  TRL with {size:2d} rows a pass {rate(theirs):8.0f}   groupwise {rate(mine):8.0f}   ratio"
             f" {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-            + (f"   <- TRL's best; wanted {WANTED[name]}" if micro_batch == best else "")
+            + (f"   <- TRL's best; wanted {WANTED[name]}" if size == best else "")
         )
         sys.stdout.flush()
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--learn", action="store_true")
     parser.add_argument("--peak-of", choices=("groupwise", "trl"), help=argparse.SUPPRESS)
-    parser.add_argument("--micro-batch", type=int, default=8, help=argparse.SUPPRESS)
+    parser.add_argument("--micro-batch", type=int, help="of TRL; all that divide the step by default")
     chosen = parser.parse_args()
     if chosen.peak_of:
         peak_of(chosen.peak_of, CASES[chosen.case], chosen.micro_batch)
@@ -114,7 +114,7 @@ def main() -> None:
         learn(chosen.steps)
     else:
         for name in [chosen.case] if chosen.case else CASES:
-            compare(name, chosen.steps)
+            compare(name, chosen.steps, chosen.micro_batch)
 
 
 if __name__ == "__main__":

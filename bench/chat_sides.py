@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import tempfile
 import time
 import warnings
@@ -152,7 +153,9 @@ def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0
         step = next(taken, None)
         if step is None:
             return
-        yield StepTaken(time.process_time() - begun, workload.tokens, step.figures["reward"])
+        found = StepTaken(time.process_time() - begun, workload.tokens, step.figures["reward"])
+        print(f"groupwise: {found}", file=sys.stderr, flush=True)
+        yield found
 
 
 def make_tokenizer(case: Case) -> transformers.PreTrainedTokenizerFast:
@@ -231,6 +234,9 @@ def run_trl(
 
         def on_step_end(self, *_: object, **__: object) -> None:
             seconds.append(time.process_time() - self.begun)
+            print(
+                f"TRL, {micro_batch} rows a pass: {StepTaken(seconds[-1], *counted[-1])}", file=sys.stderr, flush=True
+            )
             if between is not None:
                 between()
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 
@@ -63,7 +64,6 @@ def test_blank_lines_are_no_rows_and_line_numbers_count_them(tmp_path):
 
 
 def test_a_folder_that_datasets_saved(tmp_path):
-    datasets = pytest.importorskip("datasets")
     saved = datasets.Dataset.from_list(GOOD)
     saved.save_to_disk(tmp_path / "one")
     table = read_table(str(tmp_path / "one"), required=("prompt",), bad_rows="refuse")

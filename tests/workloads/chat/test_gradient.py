@@ -10,6 +10,7 @@ from torch.testing import assert_close
 
 from groupwise.workloads.chat import head as head_module
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from groupwise.workloads.chat.kernels import attend, attend_by_products, merge
 from groupwise.workloads.chat.packed import pack
 from groupwise.workloads.chat.packed_attention import attend_by_blocks, attend_by_parts
 from groupwise.workloads.chat.policy import make_policy
@@ -159,6 +160,25 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_held(monkeypatch):
         )
         logps.sum().backward()
     assert 0 < largest <= 64 * 500 < 2000 * 500 / 10
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flash_and_products_are_the_same_attention_and_log_sum_exp(causal):
+    torch.manual_seed(2)
+    query, key, value = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(2, 2, 5, 8)
+    bias = None if causal else torch.zeros(2, 1, 1, 5).masked_fill(torch.arange(5) > 3, -torch.inf)
+    flash = attend(query, key, value, scale=0.3, causal=causal, bias=bias)
+    for ours, theirs in zip(
+        attend_by_products(query, key, value, scale=0.3, causal=causal, bias=bias), flash, strict=True
+    ):
+        assert_close(ours, theirs)
+
+
+def test_attention_over_two_sets_of_keys_is_merged_exactly():
+    query, key, value = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
+    whole, _ = attend(query, key, value, scale=0.5)
+    halves = [attend(query, key[:, :, part], value[:, :, part], scale=0.5) for part in (slice(0, 4), slice(4, 9))]
+    assert_close(merge(*halves[0], *halves[1]), whole)
 
 
 def test_parts_and_blocks_are_the_same_attention():

@@ -42,6 +42,7 @@ class Flight:
     ):
         self.policy, self.prompts, self.sampling, self.seats = policy, prompts, sampling, seats
         self.prompt_of_row, self.chances = prompt_of_row, chances.to(policy.device)
+        self.head = policy.head.rounded()
         self.stops = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=policy.device)
         self.waiting = deque(sorted(range(len(prompt_of_row)), key=prompt_of_row.__getitem__))
         self.rows: list[int] = []
@@ -90,7 +91,7 @@ class Flight:
             for number, where in zip(part, packed.prompts, strict=True):
                 own = {layer: (key[:, where], value[:, where]) for layer, (key, value) in kept.items()}
                 entering.append((number, len(self.prompts[number]), own))
-                self.after_prompt[number] = hidden[where.stop - 1]
+                self.after_prompt[number] = hidden[where.stop - 1].clone()
         if entering:
             self.cached.change(set(), entering)
 
@@ -111,12 +112,12 @@ class Flight:
         self._leave()
 
     def _draw(self, hidden: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-        head, chances = self.policy.head, self.chances[rows, places]
-        size = max(1, _LOGITS // len(head.weight))
+        chances = self.chances[rows, places]
+        size = max(1, _LOGITS // len(self.head.weight))
         steps = []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            drawn = draw(head.logits(hidden[part]), chances[part], self.sampling)
+            drawn = draw(self.head.logits(hidden[part]), chances[part], self.sampling)
             steps.append(_Step(rows[part], places[part], drawn))
         self.steps += steps
         return torch.cat([step.drawn.ids for step in steps])
