@@ -54,8 +54,8 @@ def _loops(plan: Plan) -> str:
     why = "" if max(grown.values()) < 0.02 else ", because the rollout holds more rows then"
     return (
         "group_size and conditions_per_step are loops over passes: training needs no more memory for more of them. The"
-        f" peak changes ({told}{why}). They change how many rollouts a step compares, and so its time and the noise of its"
-        " gradient. rows_per_pass changes memory and speed, never the result."
+        f" peak changes ({told}{why}). They change how many rollouts a step compares, and so its time and the noise of"
+        " its gradient. rows_per_pass changes memory and speed, never the result."
     )
 
 

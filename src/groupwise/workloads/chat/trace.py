@@ -33,9 +33,11 @@ def policy_like(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
         if config.reference == "copy":  # made anew: fake tensors cannot be copied
             frozen = make().requires_grad_(False).eval()
     with LiveBytes():  # answers the check whether prompts can be shared
-        policy = make_policy(model, replace(config, reference="none") if frozen is not None else config)
-        if frozen is not None:
-            policy = Policy(policy.model, config, frozen)
+        if frozen is None:
+            policy = make_policy(model, config)
+        else:
+            adapted = make_policy(model, replace(config, reference="none", path="plain"))
+            policy = Policy(adapted.model, config, frozen)
             policy.train()
     make_fake(policy, mode)
     return policy
