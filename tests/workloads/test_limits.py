@@ -70,12 +70,18 @@ def test_what_is_in_time_comes_through_and_so_does_what_it_raises(run):
         run(limited(lambda: 1 / 0, 5))
 
 
-def test_the_alarm_is_switched_off_afterwards():
-    before = signal.getsignal(signal.SIGALRM)
-    limited(lambda: None, LIMIT)()
-    time.sleep(2 * LIMIT)
-    assert signal.getsignal(signal.SIGALRM) is before
-    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+@pytest.mark.parametrize("others", [0, 30])
+def test_the_alarm_is_switched_off_afterwards_and_another_one_goes_on(others):
+    handler = signal.getsignal(signal.SIGALRM)
+    pytests_own = signal.setitimer(signal.ITIMER_REAL, others)
+    try:
+        limited(lambda: None, LIMIT)()
+        time.sleep(2 * LIMIT)
+        assert signal.getsignal(signal.SIGALRM) is handler
+        left = signal.getitimer(signal.ITIMER_REAL)[0]
+        assert 0 < left < 30 if others else left == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *pytests_own)
 
 
 def test_an_async_function_in_time_is_awaited():

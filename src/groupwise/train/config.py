@@ -155,7 +155,7 @@ class Config:
         return self.steps * self.optimiser.updates_per_rollout
 
 
-FREE_ON_RESUME = ("steps", "rows_per_pass", "run", "recipe")
+FREE_ON_RESUME = ("steps", "rows_per_pass", "run", "recipe", "workload.decode_rows", "workload.tokens_per_pass")
 """Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate falls."""
 
 
@@ -190,7 +190,7 @@ def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix:
     """Sentences naming every field that two plain configs set differently."""
     lines = []
     for name in sorted(set(ours) | set(theirs)):
-        if not prefix and name in FREE_ON_RESUME:
+        if f"{prefix}{name}" in FREE_ON_RESUME:
             continue
         here, there = ours.get(name), theirs.get(name)
         if isinstance(here, Mapping) and isinstance(there, Mapping):

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -43,20 +44,22 @@ def _with_alarm(call: Callable[[], Any], seconds: float) -> Any:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[list[bool]]:
-    """Rings again and again, in case the first is swallowed."""
+    """Rings again and again, in case the first is swallowed. An alarm that somebody else had set is set again."""
     has_rung: list[bool] = []
 
     def ring(*_: Any) -> None:
         has_rung.append(True)
         raise _OutOfTime
 
-    previous = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    others, begun = signal.signal(signal.SIGALRM, ring), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
     try:
         yield has_rung
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, others)
+        if left:
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 0.001), interval)
 
 
 def _in_a_thread(call: Callable[[], Any], seconds: float) -> Any:

@@ -180,6 +180,13 @@ def test_dropped_rows_are_shown_before_training(tmp_path):
     assert "a completion ends with '<end>', or after 6 tokens" in notes
 
 
+def test_other_questions_to_evaluate_on_than_to_train_on_are_pointed_out(tmp_path):
+    own = replace(chat_config(tmp_path).data, held_out="arithmetic")
+    notes = build(chat_config(tmp_path, data=own, sampling=Sampling(max_new_tokens=6)), CPU).notes()
+    assert any("evaluation asks the embedded sums" in note for note in notes)
+    assert not any("embedded sums" in note for note in build(chat_config(tmp_path), CPU).notes())
+
+
 def test_a_model_without_a_tokenizer(tmp_path):
     config = chat_config(tmp_path)
     for file in (tmp_path / "model").glob("tokenizer*"):

@@ -58,7 +58,7 @@ def test_it_trains_and_is_judged(files, tmp_path, capsys):
     assert main(["eval", str(run)]) == 0
     said = capsys.readouterr().out
     assert "pass@k on 3 held-out questions" in said
-    assert "before training" in said
+    assert "untrained" in said
     report = json.loads((run / "eval.json").read_text())["report"]
     assert report["policies"]["trained"]["pass_at"]["8"]["mean"] == 0
     assert (run / "eval.png").stat().st_size > 5000

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.core.placement import Rows
+from groupwise.train.config import differing_fields, to_dict
 from groupwise.train.folder import read_lines
 from groupwise.workloads.chat.config import EvalConfig, JudgeConfig
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
@@ -152,6 +153,15 @@ def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
     assert without[0] == without[1]
 
 
+def test_knobs_of_memory_may_change_on_resume_and_others_may_not(folder):
+    config = recipe(folder)
+    smaller = replace(config, workload=replace(config.workload, decode_rows=3, tokens_per_pass=99))
+    assert differing_fields(to_dict(smaller), to_dict(config)) == []
+    hotter = replace(config, workload=replace(config.workload, sampling=Sampling(max_new_tokens=6, temperature=2.0)))
+    (told,) = differing_fields(to_dict(hotter), to_dict(config))
+    assert told == "workload.sampling.temperature was 1.0 and is now 2.0"
+
+
 def test_an_adapter_trains_with_its_reference_switched_on(folder, tmp_path):
     lora = PolicyConfig(model=str(folder / "model"), lora_rank=2, reference="adapter")
     config = replace(recipe(folder, policy=lora), loss=gw.LossConfig(kl=0.1))
@@ -188,13 +198,13 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
         train(config, tmp_path, preflight=False)
 
 
-def test_report_tells_pass_at_k_beside_the_policy_before_training(folder, tmp_path):
+def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
     config = replace(recipe(folder, eval=EvalConfig(questions=5, samples=2, report_samples=3, pass_from=0.5)), steps=2)
     train(config, tmp_path)
     workload = config.workload.build(CPU)
     found = workload.report()
     policies = found.figures["report"]["policies"]
-    assert policies["trained"] == policies["before training"]  # nothing was loaded into this one
+    assert policies["trained"] == policies["untrained"]  # nothing was loaded into this one
     assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
     assert sum(policies["trained"]["questions_by_passed"]) == 5
     assert found.tables[0].title == "pass@k on 5 held-out questions"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Int64
@@ -20,12 +21,12 @@ class OwnCache:
         self.seats, self.most_places = seats, most_places
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, seats: Tensor, places: Tensor, new: tuple[Tensor, Tensor], used: int) -> list[Tensor]:
-        """Put one token a row into its place; returns all keys and values of the rows so far."""
-        stored = self._with_places(layer, new, used)
-        for cache, each in zip(stored, new, strict=True):
-            cache[seats, :, places] = each[:, :, 0]
-        return [cache[: len(seats), :, :used] for cache in stored]
+    def write(self, layer: int, where: Any, new: tuple[Tensor, Tensor], used: int) -> tuple[Tensor, Tensor]:
+        """Put one token a row [rows, key heads, 1, width] where it belongs; returns all that the rows have so far."""
+        keys, values = self._with_places(layer, new, used)
+        keys[where], values[where] = new[0][:, :, 0], new[1][:, :, 0]
+        rows = len(new[0])
+        return keys[:rows, :, :used], values[:rows, :, :used]
 
     def move(self, source: int, target: int, used: int) -> None:
         """A row changes its seat."""
@@ -57,6 +58,10 @@ class PromptCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
         self.bias: Tensor | None = None
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.layers.values()))[0].dtype
+
     def change(self, leaving: set[int], entering: Sequence[tuple[int, int, dict[int, tuple[Tensor, Tensor]]]]) -> None:
         """Some prompts leave; others enter: (number, length, keys and values [key heads, length, width] by layer)."""
         old = [nth for nth, number in enumerate(self.numbers) if number not in leaving]
@@ -84,51 +89,59 @@ def _stacked(pieces: Sequence[Tensor]) -> Tensor:
 
 
 class Decoding:
-    """The layout of one decoding step: which row sits where, and which prompt it follows."""
+    """The layout of decoding steps while nobody comes or goes: who sits where, and which prompt each row follows."""
 
-    def __init__(
-        self, own: OwnCache, prompts: PromptCache, prompt_of_seat: Sequence[int], drawn: Int64[Tensor, " rows"]
-    ):
+    def __init__(self, own: OwnCache, prompts: PromptCache, prompt_of_seat: Sequence[int], device: torch.device):
         self.own, self.prompts = own, prompts
-        self.places = drawn
-        """How many tokens each row has in its cache before this step: where its new one goes."""
-        self.seats = torch.arange(len(drawn), device=drawn.device)
-        self.used = int(drawn.max()) + 1
-        self.own_bias: Tensor | None = None
-        if int(drawn.min()) + 1 < self.used:
-            absent = torch.arange(self.used, device=drawn.device)[None] > drawn[:, None]
-            self.own_bias = torch.zeros(absent.shape, device=drawn.device).masked_fill(absent, -torch.inf)[
-                :, None, None
-            ]
-        self.table, self.back = _seats_by_prompt(prompts.numbers, prompt_of_seat, drawn.device)
+        self.seats = torch.arange(len(prompt_of_seat), device=device)
+        self.table, self.back = _seats_by_prompt(prompts.numbers, prompt_of_seat, device)
+        self.places, self.used = self.seats, 0
+        self.place: int | None = None
+        self.bias: Tensor | None = None
+
+    def place_tokens(self, places: Int64[Tensor, " rows"], dtype: torch.dtype) -> None:
+        """Where each row's next token goes in its own cache: after the tokens it has there."""
+        least, most = (int(each) for each in places.aminmax())
+        self.places, self.used, self.place, self.bias = places, most + 1, None, None
+        if least == most:
+            self.place = most
+            return
+        absent = torch.arange(self.used, device=places.device)[None] > places[:, None]
+        self.bias = torch.zeros(absent.shape, dtype=dtype, device=places.device)
+        self.bias = self.bias.masked_fill_(absent, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `attention.Layout`: [rows, heads, 1, width]."""
         rows, heads, _, width = query.shape
         folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share keys become queries of one head
-        keys, values = self.own.write(layer, self.seats, self.places, (key, value), self.used)
-        bias = None if self.own_bias is None else self.own_bias.to(query.dtype)
-        own = attend(folded, keys, values, scale=scale, bias=bias)
-        prompt = self._attend_prompts(layer, folded, scale)
-        return merge(*prompt, *own).reshape(rows, 1, heads, width)
+        where = (
+            (slice(0, rows), slice(None), self.place)
+            if self.place is not None
+            else (self.seats, slice(None), self.places)
+        )
+        keys, values = self.own.write(layer, where, (key, value), self.used)
+        own = attend(folded, keys, values, scale=scale, bias=self.bias)
+        return merge(*self._attend_prompts(layer, folded, scale), *own).reshape(rows, 1, heads, width)
 
     def _attend_prompts(self, layer: int, folded: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """The queries of a prompt's rows stand together, so its keys are read once for all of them."""
-        by_prompt = (
-            folded[self.table] if self.table is not None else folded.unflatten(0, (len(self.prompts.numbers), -1))
-        )
-        prompts, members, key_heads, served, width = by_prompt.shape
-        query = by_prompt.transpose(1, 2).reshape(prompts, key_heads, members * served, width)
+        key_heads, served, width = folded.shape[1:]
+        by_prompt = folded if self.table is None else folded[self.table]
+        by_prompt = by_prompt.view(len(self.prompts.numbers), -1, key_heads, served, width)
+        members = by_prompt.shape[1]
+        query = by_prompt.transpose(1, 2).reshape(-1, key_heads, members * served, width)
         out, lse = attend(query, *self.prompts.layers[layer], scale=scale, bias=self.prompts.bias)
-        out = out.unflatten(2, (members, served)).transpose(1, 2).flatten(0, 1)
-        lse = lse.unflatten(2, (members, served)).transpose(1, 2).flatten(0, 1)
-        return (out, lse) if self.back is None else (out[self.back], lse[self.back])
+        out = out.view(-1, key_heads, members, served, width).transpose(1, 2)
+        lse = lse.view(-1, key_heads, members, served).transpose(1, 2)
+        if self.back is None:
+            return out.reshape(folded.shape), lse.reshape(folded.shape[:3])
+        return out.flatten(0, 1)[self.back], lse.flatten(0, 1)[self.back]
 
 
 def _seats_by_prompt(
     numbers: Sequence[int], prompt_of_seat: Sequence[int], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Seats as a table [prompts, most members] (a shorter line repeats its first seat), and each seat's place in it.
+    """Seats as a flat table [prompts, most members] (a shorter line repeats its first seat), and where each one is.
 
     None for both where the seats stand in that order already.
     """
@@ -143,4 +156,4 @@ def _seats_by_prompt(
     for nth, line in enumerate(lines.values()):
         for place, seat in enumerate(line):
             back[seat] = nth * widest + place
-    return torch.tensor(table, device=device), torch.tensor(back, device=device)
+    return torch.tensor(table, device=device).flatten(), torch.tensor(back, device=device)

@@ -42,6 +42,7 @@ class Flight:
     ):
         self.policy, self.prompts, self.sampling, self.seats = policy, prompts, sampling, seats
         self.prompt_of_row, self.chances = prompt_of_row, chances.to(policy.device)
+        self.head = policy.head.rounded()
         self.stops = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=policy.device)
         self.waiting = deque(sorted(range(len(prompt_of_row)), key=prompt_of_row.__getitem__))
         self.rows: list[int] = []
@@ -53,6 +54,10 @@ class Flight:
         self.after_prompt: dict[int, Tensor] = {}
         """The hidden state that predicts the first token, of each prompt in flight."""
         self.steps: list[_Step] = []
+        self.layout: Decoding | None = None
+        """Who sits where; None after somebody came or left."""
+        self.lengths = self.numbers = self.last
+        """Of each seat: the length of its prompt, and its row."""
 
     def run(self) -> list[Completion]:
         """Everything, in the rows' order."""
@@ -69,7 +74,9 @@ class Flight:
         entering = [self.waiting.popleft() for _ in range(min(free, len(self.waiting)))]
         self._prefill(sorted({self.prompt_of_row[row] for row in entering} - {*self.cached.numbers}))
         hidden = torch.stack([self.after_prompt[self.prompt_of_row[row]] for row in entering])
-        ids = self._draw(hidden, entering, torch.zeros(len(entering), dtype=torch.int64, device=hidden.device))
+        numbers = torch.tensor(entering, device=hidden.device)
+        ids = self._draw(hidden, numbers, torch.zeros_like(numbers))
+        self.layout = None
         self.rows = [*self.rows, *entering]
         self.last = torch.cat([self.last, ids])
         self.drawn = torch.cat([self.drawn, torch.ones_like(ids)])
@@ -84,29 +91,34 @@ class Flight:
             for number, where in zip(part, packed.prompts, strict=True):
                 own = {layer: (key[:, where], value[:, where]) for layer, (key, value) in kept.items()}
                 entering.append((number, len(self.prompts[number]), own))
-                self.after_prompt[number] = hidden[where.stop - 1]
+                self.after_prompt[number] = hidden[where.stop - 1].clone()
         if entering:
             self.cached.change(set(), entering)
 
     def _decode(self) -> None:
         """One more token for every row in flight."""
-        prompt_of_seat = [self.prompt_of_row[row] for row in self.rows]
-        lengths = torch.tensor([len(self.prompts[number]) for number in prompt_of_seat], device=self.drawn.device)
-        layout = Decoding(self.own, self.cached, prompt_of_seat, self.drawn - 1)
-        hidden = self.policy.hidden(self.last[:, None], (lengths + self.drawn - 1)[:, None], layout)[:, 0]
-        self.last = self._draw(hidden, self.rows, self.drawn)
+        if self.layout is None:
+            prompt_of_seat = [self.prompt_of_row[row] for row in self.rows]
+            self.lengths = torch.tensor(
+                [len(self.prompts[number]) for number in prompt_of_seat], device=self.drawn.device
+            )
+            self.numbers = torch.tensor(self.rows, device=self.drawn.device)
+            self.layout = Decoding(self.own, self.cached, prompt_of_seat, self.drawn.device)
+        before = self.drawn - 1
+        self.layout.place_tokens(before, self.cached.dtype)
+        hidden = self.policy.hidden(self.last[:, None], (self.lengths + before)[:, None], self.layout)[:, 0]
+        self.last = self._draw(hidden, self.numbers, self.drawn)
         self.drawn = self.drawn + 1
         self._leave()
 
-    def _draw(self, hidden: Tensor, rows: Sequence[int], places: Tensor) -> Tensor:
-        head, numbers = self.policy.head, torch.tensor(rows, device=places.device)
-        chances = self.chances[numbers, places]
-        size = max(1, _LOGITS // len(head.weight))
+    def _draw(self, hidden: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+        chances = self.chances[rows, places]
+        size = max(1, _LOGITS // len(self.head.weight))
         steps = []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            drawn = draw(head.logits(hidden[part]), chances[part], self.sampling)
-            steps.append(_Step(numbers[part], places[part], drawn))
+            drawn = draw(self.head.logits(hidden[part]), chances[part], self.sampling)
+            steps.append(_Step(rows[part], places[part], drawn))
         self.steps += steps
         return torch.cat([step.drawn.ids for step in steps])
 
@@ -116,6 +128,7 @@ class Flight:
         seats = done.nonzero().flatten().tolist()
         if not seats:
             return
+        self.layout = None
         order, used = list(range(len(self.rows))), int(self.drawn.max())
         for seat in reversed(seats):
             mover = order.pop()

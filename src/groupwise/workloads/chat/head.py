@@ -31,6 +31,11 @@ class Head:
     dtype: torch.dtype
     """What its products are computed in."""
 
+    def rounded(self) -> Head:
+        """With weights in the dtype of its products: made once, for many calls."""
+        bias = None if self.bias is None else self.bias.to(self.dtype)
+        return Head(self.weight.to(self.dtype), bias, self.dtype)
+
     def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocabulary"]:
         """All of them: for few tokens only."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
@@ -102,11 +107,13 @@ class _TokenLogps(torch.autograd.Function):
 
 def _of_chunk(scaled: Tensor, ids: Tensor, *, all_kept: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the tokens, log-sum-exp, entropy."""
-    lse = scaled.logsumexp(-1, keepdim=True)
-    taken = scaled.gather(1, ids[:, None])
+    highest = scaled.amax(-1, keepdim=True)
+    weights = (scaled - highest).exp_()
+    total = weights.sum(-1)
+    lse = highest[:, 0] + total.log()
     finite = scaled if all_kept else scaled.clamp(min=IMPOSSIBLE)
-    entropy = lse[:, 0] - torch.linalg.vecdot((scaled - lse).exp_(), finite)
-    return (taken - lse)[:, 0], lse[:, 0], entropy
+    entropy = lse - torch.linalg.vecdot(weights, finite) / total
+    return scaled.gather(1, ids[:, None])[:, 0] - lse, lse, entropy
 
 
 class _Sums:
@@ -122,26 +129,27 @@ class _Sums:
     def add(
         self, tokens: slice | Tensor, by_logp: Tensor, by_entropy: Tensor | None, lse: Tensor, entropy: Tensor
     ) -> None:
-        scaled = self.job.scaled(self.source, self.rounded, self.offset, tokens)
-        log_p = scaled.sub_(lse[:, None])
-        pull, ids = by_logp[:, None] / self.job.temperature, self.job.ids[tokens]
+        """The share of these tokens. `push` times `factor` is what the distribution takes; the taken token is apart."""
+        job, source = self.job, self.source[tokens].to(self.job.dtype)
+        log_p = job.scaled(self.source, self.rounded, self.offset, tokens).sub_(lse[:, None])
+        pull, ids = (by_logp[:, None] / job.temperature).to(lse), job.ids[tokens]
         if by_entropy is None:
-            push = log_p.exp_().mul_(-pull)
+            push, factor = log_p.exp_(), pull
         else:
-            finite = log_p.clamp(min=IMPOSSIBLE)
-            more = by_entropy[:, None] / self.job.temperature * (finite + entropy[:, None]) + pull
-            push = log_p.exp_().mul_(-more)
-        push.scatter_add_(1, ids[:, None], pull.to(push))
-        push = push.to(self.job.dtype)
-        self.hidden[tokens] = (push @ self.rounded).to(self.hidden.dtype)
+            spread = by_entropy[:, None] / job.temperature * (log_p.clamp(min=IMPOSSIBLE) + entropy[:, None])
+            push, factor = (spread + pull).mul_(log_p.exp_()), torch.ones_like(pull)
+        push = push.to(job.dtype)
+        self.hidden[tokens] = (pull * self.rounded[ids] - factor * (push @ self.rounded)).to(self.hidden.dtype)
         if self.weight is not None:
-            self._add_to_weight(push, self.source[tokens].to(push.dtype))
+            self._subtract_from_weight(push, (factor * source).to(job.dtype))
+            self.weight.index_add_(0, ids, (pull * source).to(self.weight.dtype))
         if self.bias is not None:
-            self.bias += push.sum(0).to(self.bias.dtype)
+            self.bias -= (factor * push).sum(0).to(self.bias.dtype)
+            self.bias.index_add_(0, ids, pull[:, 0].to(self.bias.dtype))
 
-    def _add_to_weight(self, push: Tensor, hidden: Tensor) -> None:
+    def _subtract_from_weight(self, push: Tensor, hidden: Tensor) -> None:
         assert self.weight is not None
         if push.dtype == self.weight.dtype:
-            self.weight.addmm_(push.T, hidden)
+            self.weight.addmm_(push.T, hidden, alpha=-1)
         else:
-            self.weight += push.T @ hidden
+            self.weight -= push.T @ hidden

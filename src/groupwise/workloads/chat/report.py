@@ -1,4 +1,4 @@
-"""What `groupwise eval` says of a chat run: pass@k on held-out prompts, beside the policy before training."""
+"""What `groupwise eval` says of a chat run: pass@k on held-out prompts, beside the untrained policy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from groupwise.workloads.chat.workload import ChatWorkload
 
 PICTURE = "eval.png"
-TRAINED, UNTRAINED = "trained", "before training"
+TRAINED, UNTRAINED = "trained", "untrained"
 _SHOWN = 6
 Figures = Mapping[str, Any]
 
@@ -73,13 +73,20 @@ def _said(workload: ChatWorkload, prompts: Prompts, exam: Exam) -> list[dict[str
     firsts = [exam.completions[nth * exam.samples] for nth in range(min(_SHOWN, exam.questions))]
     return [
         {
-            "prompt": workload.parts.tokenizer.decode(list(prompts.ids[nth]), skip_special_tokens=True),
+            "prompt": _asked(workload, prompts, nth),
             "completion": text,
             "passed": bool(exam.passed[nth, 0]),
             "passed_share": exam.passed[nth].double().mean().item(),
         }
         for nth, text in enumerate(workload.texts(firsts))
     ]
+
+
+def _asked(workload: ChatWorkload, prompts: Prompts, nth: int) -> str:
+    if prompts.is_dialogue:
+        return " / ".join(str(message["content"]) for message in prompts.shown[nth])
+    text: str = workload.parts.tokenizer.decode(list(prompts.ids[nth]))
+    return text
 
 
 def tables(figures: Figures) -> list[ReportTable]:
@@ -154,6 +161,7 @@ def draw(figures: Figures, path: Path) -> None:
     left.set_xscale("log", base=2)
     left.set_xticks(ks, [str(k) for k in ks])
     left.set(xlabel="k", ylabel="pass@k, % (± one standard error)", title="At least one of k passes")
+    right.set_xticks(range(0, figures["samples"] + 1, max(1, figures["samples"] // 8)))
     right.set(xlabel=f"samples that passed, of {figures['samples']}", ylabel="questions", title="How sure it is")
     for axes in (left, right):
         axes.legend(fontsize=8, frameon=False)

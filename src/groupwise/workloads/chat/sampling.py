@@ -45,14 +45,15 @@ def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) 
     kept = kept_tokens(scaled, sampling)
     if kept is not None:
         scaled = only_kept(scaled, kept)
-    log_total = scaled.logsumexp(-1, keepdim=True)
-    probabilities = (scaled - log_total).exp_()
-    reached = probabilities.cumsum(-1)
+    highest = scaled.amax(-1, keepdim=True)
+    weights = (scaled - highest).exp_()
+    reached = weights.cumsum(-1)
     total = reached[:, -1:]
+    log_total = highest + total.log()
     goal = torch.minimum(chances[:, None].to(reached) * total, torch.nextafter(total, torch.zeros_like(total)))
     ids = torch.searchsorted(reached, goal, right=True)
     finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
-    entropy = log_total[:, 0] - torch.linalg.vecdot(probabilities, finite)
+    entropy = log_total[:, 0] - torch.linalg.vecdot(weights, finite) / total[:, 0]
     return Drawn(ids[:, 0], (scaled.gather(1, ids) - log_total)[:, 0], entropy, kept)
 
 

@@ -33,8 +33,8 @@ def score(
     """Tables of [rows, longest completion, or `width` if that is wider], 0 where a row has no token; on the CPU.
 
     `sampling` is that of the rollout: a token is scored in the distribution it was drawn from. `reference` asks for the
-    reference's log-probabilities too (policy.reference must not be 'none'). One call is one pass; `passes.cut_into_passes`
-    says which rows to put into it.
+    reference's log-probabilities too (policy.reference must not be 'none'). One call is one pass;
+    `cut_into_passes` says which rows to put into it.
     """
     assert len(prompt_of_row) == len(completions), "a prompt for every row"
     require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, "above 0 in training")

@@ -30,11 +30,19 @@ def share_prompts(causal_lm: Any) -> str | None:
         causal_lm.set_attn_implementation(stock)
         return f"its layers do not hand a layout on to their attention ({type(fault).__name__}: {fault})"
     for name, together, apart in (("hidden states", shared, plain[0]), ("logits", heads, plain[1])):
-        allowed = _TOLERANCE[apart.dtype] * float(apart.abs().max())
-        if together.shape != apart.shape or float((together - apart).abs().max()) > allowed:
+        if together.shape != apart.shape or _gap(together, apart) > _TOLERANCE[apart.dtype]:
             causal_lm.set_attn_implementation(stock)
             return f"its {name} come out differently when a prompt is shared"
     return None
+
+
+def _gap(together: Tensor, apart: Tensor) -> float:
+    """Largest difference relative to the largest number. In half precision that of the middle token: a router
+    of experts may tip over for some by rounding alone.
+    """
+    by_token = (together - apart).abs().amax(-1) / apart.abs().max()
+    exact = apart.dtype in (torch.float32, torch.float64)
+    return float(by_token.max() if exact else by_token.median())
 
 
 def _declared_otherwise(causal_lm: Any) -> str | None:

@@ -14,7 +14,7 @@ from groupwise.core.placement import Rows
 from groupwise.core.types import Rollouts, Scored, Terms
 from groupwise.workloads.base import Workload
 from groupwise.workloads.chat.completion import Completion, padded, token_mask
-from groupwise.workloads.chat.config import ChatConfig
+from groupwise.workloads.chat.config import EMBEDDED, ChatConfig
 from groupwise.workloads.chat.engine_config import Sampling
 from groupwise.workloads.chat.passes import cut_into_passes
 from groupwise.workloads.chat.policy import Policy
@@ -149,6 +149,10 @@ class ChatWorkload(Workload):
         why, stops = self.parts.policy.why_plain, self.parts.sampling.stop_ids
         named = ", ".join(map(repr, self.parts.tokenizer.convert_ids_to_tokens(list(stops))))
         told = [f"a completion ends with {named}, or after {self.parts.sampling.max_new_tokens} tokens"]
+        if self.config.data.held_out == EMBEDDED != self.config.data.train:
+            told.append(
+                "evaluation asks the embedded sums, not questions like yours: give data.held_out, or '' for none"
+            )
         for name, prompts in (("training", self.parts.training), ("held-out", self.parts.held_out)):
             if prompts is not None and prompts.dropped:
                 told.append(f"{name} rows dropped: {counted(prompts.dropped)}; {len(prompts)} are left")

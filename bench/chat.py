@@ -1,0 +1,121 @@
+"""Whole GRPO steps (rollout, reward, update) against TRL's GRPOTrainer: the same tiny Llama, prompts, reward, tokens.
+
+One process, one thread, steps taken in turn; seconds are those of the processor. TRL runs with each micro batch in
+turn and the best one counts.
+
+pip install -e '.[chat,bench]'
+python bench/chat.py                     speeds of all cases
+python bench/chat.py --case vocabulary   one of them
+python bench/chat.py --memory            peak memory, each side in a process of its own
+python bench/chat.py --learn             reward after equally many steps and samples, 3 seeds
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+
+import torch
+from chat_sides import Case, StepTaken, groupwise_steps, run_trl
+
+CASES = {
+    "short": Case("1 M parameters, prompt 32, 64 new, 8 x 2", prompt=32, new=64, group=8),
+    "long": Case("1 M parameters, prompt 256, 64 new, 16 x 2", prompt=256, new=64, group=16),
+    "large": Case("25 M parameters, prompt 256, 64 new, 16 x 2", prompt=256, new=64, group=16, width=512, layers=8),
+    "ragged": Case(
+        "25 M parameters, prompt 256, 1 to 192 new, 16 x 2", 256, 192, 16, width=512, layers=8, end_share=1 / 40
+    ),
+    "vocabulary": Case("vocabulary 32,768, prompt 256, 64 new, 16 x 2", prompt=256, new=64, group=16, vocabulary=32768),
+}
+WANTED = {"short": 1.5, "long": 3.5, "large": 4.0, "ragged": 7.0, "vocabulary": 8.0}
+
+
+def rate(steps: list[StepTaken]) -> float:
+    """Completion tokens a second: the median of the steps after the first, which warms up."""
+    return statistics.median(step.tokens / step.seconds for step in steps[1:])
+
+
+def compare(name: str, steps: int, micro_batch: int | None) -> None:
+    case = CASES[name]
+    micro_batches = [micro_batch] if micro_batch else [size for size in (8, 16, 32) if case.rows % size == 0]
+    ours = groupwise_steps(case, 1000)
+    found: dict[int, tuple[list[StepTaken], list[StepTaken]]] = {}
+    for size in micro_batches:
+        mine: list[StepTaken] = []
+        theirs = run_trl(case, steps, size, between=lambda mine=mine: mine.append(next(ours)))
+        found[size] = (mine, theirs)
+    print(f"{case.name}: completion tokens a second, median of {steps - 1} steps in turn")
+    best = max(micro_batches, key=lambda size: rate(found[size][1]))
+    for size, (mine, theirs) in found.items():
+        ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in zip(mine[1:], theirs[1:], strict=True)]
+        print(
+            f"  TRL with {size:2d} rows a pass {rate(theirs):8.0f}   groupwise {rate(mine):8.0f}   ratio"
+            f" {statistics.median(ratios):5.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+            + (f"   <- TRL's best; wanted {WANTED[name]}" if size == best else "")
+        )
+        sys.stdout.flush()
+
+
+def peak_of(side: str, case: Case, micro_batch: int) -> None:
+    """Print the growth of this process's largest memory over three steps."""
+    model_ready = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if side == "trl":
+        run_trl(case, 3, micro_batch)
+    else:
+        list(groupwise_steps(case, 3))
+    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - model_ready))
+
+
+def memory(name: str) -> None:
+    case = CASES[name]
+    peaks: dict[str, int] = {}
+    for side, micro_batch in (("groupwise", case.rows), *(("trl", size) for size in (32, 16, 8))):
+        command = [sys.executable, __file__, "--case", name, "--peak-of", side, "--micro-batch", str(micro_batch)]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        peaks[f"{side}, {micro_batch} rows a pass"] = int(output.split()[-1])
+    print(f"{case.name}: peak memory above that of the imports, three steps, each side in its own process")
+    ours = next(iter(peaks.values()))
+    for which, peak in peaks.items():
+        print(f"  {which:<28} {peak / 2**20:8.0f} MiB   groupwise / this {ours / peak:5.2f}")
+
+
+def learn(steps: int) -> None:
+    case = CASES["short"]
+    print(f"{case.name}: mean reward of the last 10 of {steps} steps, learning rate 3e-4")
+    for seed in range(3):
+        mine = [step.reward for step in groupwise_steps(case, steps, rate=3e-4, seed=seed)]
+        theirs = [step.reward for step in run_trl(case, steps, 16, rate=3e-4, seed=seed)]
+        ends = (statistics.mean(rewards[-10:]) for rewards in (mine, theirs))
+        print(
+            "  seed {}: groupwise {:.3f}, TRL {:.3f} (first step {:.3f} and {:.3f})".format(
+                seed, *ends, mine[0], theirs[0]
+            )
+        )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--learn", action="store_true")
+    parser.add_argument("--peak-of", choices=("groupwise", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--micro-batch", type=int, help="of TRL; all that divide the step by default")
+    chosen = parser.parse_args()
+    if chosen.peak_of:
+        peak_of(chosen.peak_of, CASES[chosen.case], chosen.micro_batch)
+    elif chosen.memory:
+        memory(chosen.case or "vocabulary")
+    elif chosen.learn:
+        learn(chosen.steps)
+    else:
+        for name in [chosen.case] if chosen.case else CASES:
+            compare(name, chosen.steps, chosen.micro_batch)
+
+
+if __name__ == "__main__":
+    main()
