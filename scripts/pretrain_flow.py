@@ -2,7 +2,7 @@
 
 python scripts/pretrain_flow.py --folder runs/plane
 
-The model is written as a folder of weights; to ship it, copy it over the package's asset folder.
+To ship it, copy config.json and model.safetensors into the package's asset folder (src/groupwise/workloads/flow/plane).
 """
 
 import time
@@ -12,6 +12,7 @@ import torch
 import tyro
 from rich.console import Console
 
+from groupwise.workloads.flow.plane.model import save_plane
 from groupwise.workloads.flow.plane.pretrain.plan import Plan
 from groupwise.workloads.flow.plane.pretrain.run import pretrain
 
@@ -28,7 +29,7 @@ def main(folder: Path, plan: Plan, checkpoint_every: int = 100, threads: int = 1
     torch.set_num_threads(threads)
     console = Console(soft_wrap=True, highlight=False)
     started = time.monotonic()
-    pretrain(plan, folder, say=console.print, checkpoint_every=checkpoint_every)
+    save_plane(pretrain(plan, folder, say=console.print, checkpoint_every=checkpoint_every), folder)
     console.print(f"{(time.monotonic() - started) / 60:.1f} minutes in this call; the model is in {folder}")
 
 

@@ -10,7 +10,7 @@ from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
 
 def recipe() -> Config:
     return Config(
-        PlaneConfig(SamplingConfig(steps=8, eta=0.7, window=WindowConfig("moving", share=0.5, size=2))),
+        PlaneConfig(SamplingConfig(steps=6, eta=0.7, window=WindowConfig("moving", share=0.67, size=2))),
         steps=60,
         conditions_per_step=8,
         group_size=8,

@@ -18,6 +18,7 @@ from groupwise.workloads.flow.cameras import poses_of
 from groupwise.workloads.flow.conditions import Condition
 from groupwise.workloads.flow.dataset import read_clip, read_conditions
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity, camera_weights
+from groupwise.workloads.flow.models.folder import visiting
 from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
 from groupwise.workloads.flow.pipelines import RecamConfig, Sd3Config
 from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
@@ -98,6 +99,26 @@ def test_encodings_are_those_of_the_pipeline_and_its_parts_stay_off_the_device(w
     assert clip.shape == (1, 3, 5, 16, 16)
     with torch.no_grad():
         assert_close(clip, pipeline.vae.decode(latents).sample.clamp(-1, 1), rtol=0, atol=1e-4)
+
+
+class Traveller(torch.nn.Module):
+    """Notes where it was sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def to(self, place):
+        self.places.append(str(place))
+        return self
+
+
+def test_what_visits_the_device_leaves_it_even_when_its_work_fails():
+    part = Traveller()
+    with pytest.raises(RuntimeError, match="out of memory"), visiting(torch.device("meta"), part, None):
+        assert part.places == ["meta"]
+        raise RuntimeError("out of memory")
+    assert part.places == ["meta", "cpu"]
 
 
 def test_lora_trains_alone_and_the_reference_is_the_adapter_switched_off(wan):

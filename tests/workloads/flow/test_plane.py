@@ -35,7 +35,7 @@ def test_where_pixels_look_by_hand():
 
 def test_slopes_are_those_of_the_texture():
     places = torch.rand(12, 9, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
-    scenes = Scenes(*(part.double() for part in (SCENES.frequency, SCENES.phase, SCENES.amplitude)))
+    scenes = Scenes(SCENES.phase.double())
     painted = scenes.paint(places)
     (slope,) = torch.autograd.grad(painted[..., 1].sum(), places)
     assert_close(scenes.slope(places.detach())[:, :, 1], slope)

@@ -13,7 +13,7 @@ from workloads.flow.ranks import PLACEMENTS, outcome
 @pytest.fixture(scope="module")
 def eight(tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "eight.pt"
-    ended = on_ranks(8, [Path(__file__).with_name("ranks.py"), path], seconds=170)
+    ended = on_ranks(8, [Path(__file__).with_name("ranks.py"), path], seconds=400)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return torch.load(path)
 
@@ -23,7 +23,7 @@ def one():
     return outcome("whole")
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(450)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_eight_ranks_do_what_one_does(eight, one, placement):
     found = eight[placement]

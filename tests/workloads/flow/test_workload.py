@@ -55,7 +55,7 @@ def test_what_was_drawn_is_standard_noise_and_only_the_window_is_stored():
     rollouts = rolled(workload, 4, 4, step=2)
     path = rollouts.data["path"]
     assert rollouts.data["steps"].unique().tolist() == [2, 3]
-    assert path.shape == (16, 3, 3, 5, 12, 12)  # of 7 latents, each once
+    assert path.shape == (16, 3, 3, 5, 8, 8)  # of 7 latents, each once
     denoiser = Denoiser(workload.config.sampling, workload.shape, range(0), CPU)
     velocity = workload._velocity(workload.encodings, rollouts.data["condition"])
     for nth, steps in enumerate(rollouts.data["steps"].unbind(1)):

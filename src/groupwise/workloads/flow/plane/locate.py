@@ -14,12 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.workloads.flow.cameras import poses_of
-from groupwise.workloads.flow.plane.scene import Scenes, meet
+from groupwise.workloads.flow.plane.scene import LARGEST, Scenes, meet
 
 _ROUNDS = 5
 _DAMPING = 1e-3
 _NUDGE = 3e-3
 _FARTHEST = 0.9
+_FREE = torch.tensor([limit > 0 for limit in LARGEST])
 
 
 @dataclass(frozen=True)
@@ -76,5 +77,5 @@ def _linearised(scenes: Scenes, frame: Tensor, motion: Tensor) -> tuple[Tensor, 
     nudged = motion[:, None] + _NUDGE * torch.eye(6).to(motion)
     moved = meet(poses_of(nudged).flatten(0, 1)).unflatten(0, (-1, 6))
     shift = (moved - places[:, None]) / _NUDGE
-    slope = torch.einsum("npck,njpk->npcj", scenes.slope(places), shift)
+    slope = torch.einsum("npck,njpk->npcj", scenes.slope(places), shift) * _FREE
     return slope.flatten(1, 2), (frame - scenes.paint(places)).flatten(1)

@@ -17,10 +17,15 @@ from groupwise.workloads.flow.plane.scene import COLOURS
 from groupwise.workloads.flow.plane.words import WORDS
 
 _CHECKPOINT = "pretraining.pt"
+_GATES = [2, 5]  # of the rows of a block's scale_shift_table
 
 
 def build(plan: Plan) -> WanTransformer3DModel:
-    """A fresh transformer with camera layers."""
+    """A fresh transformer with camera layers.
+
+    There is no base model whose behaviour must be kept, so nothing begins shut: poses are heard from the first step, and
+    attention and feed-forward layers begin open.
+    """
     torch.manual_seed(plan.seed)
     transformer = WanTransformer3DModel(
         patch_size=(1, 4, 4),
@@ -35,6 +40,10 @@ def build(plan: Plan) -> WanTransformer3DModel:
         rope_max_seq_len=32,
     )
     add_camera_layers(transformer)
+    with torch.no_grad():
+        for block in transformer.blocks:
+            block.attn1.processor.pose_encoder.weight.normal_()
+            block.scale_shift_table[:, _GATES] = 1.0
     return transformer
 
 
