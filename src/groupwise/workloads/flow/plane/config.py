@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from groupwise.plan.parts import Job
     from groupwise.workloads.flow.task import FlowTask
 
-CLIP, PROMPT_WORDS = (3, 5, 12, 12), 2
+CLIP, PROMPT_WORDS = (3, 5, 8, 8), 2
 """Colours, frames, height and width of a clip, and words of a prompt."""
 WEIGHTS = {"camera": 0.6, "quality": 0.4}
 """What a clip is worth: mostly whether the camera went where it was asked to."""
