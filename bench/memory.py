@@ -7,8 +7,8 @@ CPU allocator handed out in the same step with real tensors (torch.profiler, pro
 fit here have no truth.
 
 'accelerate' is what its `estimate-memory` gives for training with Adam: four times the weights. 'DeepSpeed' is its
-estimator for ZeRO 2 without offload on one GPU: 4 + 16 bytes a parameter. Both know all parameters as trained, and leave
-activations out, which is why they are off.
+estimator for ZeRO 2 without offload on one GPU: 4 + 16 bytes a parameter. Both take all parameters as trained and leave
+activations out.
 """
 
 from __future__ import annotations

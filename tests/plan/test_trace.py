@@ -138,3 +138,12 @@ def test_a_controllers_network_and_its_frozen_model_are_counted_exactly():
     assert memory.text.parameters + memory.vision.parameters == sum(w.numel() for w in model.parameters())
     policy = Policy(memory.text.width, mosaic_options())
     assert memory.policy_numbers == sum(weight.numel() for weight in policy.parameters())
+
+
+def test_the_embedded_clips_are_planned_as_they_are():
+    from groupwise.workloads.flow.plane.config import CLIP, PROMPT_WORDS
+    from groupwise.workloads.flow.plane.scene import COLOURS, FRAMES, SIDE
+    from groupwise.workloads.flow.plane.words import LENGTH
+
+    assert (COLOURS, FRAMES, SIDE, SIDE) == CLIP
+    assert PROMPT_WORDS == LENGTH

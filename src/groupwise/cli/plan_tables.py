@@ -31,15 +31,7 @@ def show(plan: Plan, checked: Mapping[str, Any], picture: Path | None) -> None:
     for name, found in plan.settings.items():
         console.print(_bar(name, found), soft_wrap=True)
     console.print(_legend(plan), soft_wrap=True)
-    doubled = "; ".join(
-        f"twice the {name}: {peak / plan.current.stages.peak - 1:+.1%}" for name, peak in plan.doubled.items()
-    )
-    console.print(
-        "\ngroup_size and conditions_per_step are loops over passes: they hardly change the peak"
-        f" ({doubled}), but how many rollouts\na step compares, and so its time and the noise of its gradient."
-        " rows_per_pass changes memory and speed, never the result.",
-        soft_wrap=True,
-    )
+    console.print(f"\n{_loops(plan)}")
     if plan.lower and (not plan.fits or plan.current.utilisation > 0.9):
         console.print("\nWhat to lower first, each on top of those before:")
         for nth, step in enumerate(plan.lower, 1):
@@ -53,6 +45,18 @@ def show(plan: Plan, checked: Mapping[str, Any], picture: Path | None) -> None:
             console.print(f"{kind} of {stage}: {readable(size)} (plan {readable(planned)}, margin included)")
     if picture is not None:
         console.print(f"Picture: {picture}")
+
+
+def _loops(plan: Plan) -> str:
+    """What the numbers that are no memory knobs do."""
+    grown = {name: peak / plan.current.stages.peak - 1 for name, peak in plan.doubled.items()}
+    told = "; ".join(f"twice the {name}: {share:+.1%}" for name, share in grown.items())
+    why = "" if max(grown.values()) < 0.02 else ", because the rollout holds more rows then"
+    return (
+        "group_size and conditions_per_step are loops over passes: training needs no more memory for more of them. The"
+        f" peak changes ({told}{why}). They change how many rollouts a step compares, and so its time and the noise of"
+        " its gradient. rows_per_pass changes memory and speed, never the result."
+    )
 
 
 def _parts(setting: Setting) -> Table:

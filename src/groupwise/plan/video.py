@@ -55,11 +55,16 @@ class VideoModel:
 
 def read_video_model(folder: Path) -> VideoModel:
     """From a transformer's config.json, or a folder that holds it (also as a pipeline's transformer/)."""
+    return video_model(read_video_config(folder), str(folder))
+
+
+def read_video_config(folder: Path) -> dict[str, Any]:
     files = (folder, folder / "config.json", folder / "transformer" / "config.json")
     file = next((each for each in files if each.is_file()), None)
     if file is None:
         raise UserError(f"{folder} holds no config.json of a transformer. Give the folder of a pipeline.")
-    return video_model(json.loads(file.read_text()), str(file))
+    content: dict[str, Any] = json.loads(file.read_text())
+    return content
 
 
 def video_model(content: Mapping[str, Any], name: str = "The config") -> VideoModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -21,17 +22,22 @@ from groupwise.workloads.chat.scoring import score
 def policy_like(model_config: Any, config: PolicyConfig, *, fake: bool = True) -> Policy:
     """A policy by its model's config alone: without memory, or with random weights."""
     kept = torch.float32 if config.lora_rank is None and config.dtype == "bfloat16" else getattr(torch, config.dtype)
-    make = transformers.AutoModelForCausalLM.from_config
+
+    def make() -> Any:  # a policy changes its model's config
+        return transformers.AutoModelForCausalLM.from_config(deepcopy(model_config), dtype=kept)
+
     if not fake:
-        return make_policy(make(model_config, dtype=kept), config)
+        return make_policy(make(), config)
     with fake_tensors() as mode:
-        model, frozen = make(model_config, dtype=kept), None
+        model, frozen = make(), None
         if config.reference == "copy":  # made anew: fake tensors cannot be copied
-            frozen = make(model_config, dtype=kept).requires_grad_(False).eval()
+            frozen = make().requires_grad_(False).eval()
     with LiveBytes():  # answers the check whether prompts can be shared
-        policy = make_policy(model, replace(config, reference="none") if frozen is not None else config)
-        if frozen is not None:
-            policy = Policy(policy.model, config, frozen)
+        if frozen is None:
+            policy = make_policy(model, config)
+        else:
+            adapted = make_policy(model, replace(config, reference="none", path="plain"))
+            policy = Policy(adapted.model, config, frozen)
             policy.train()
     make_fake(policy, mode)
     return policy

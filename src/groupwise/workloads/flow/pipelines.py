@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
-from groupwise.plan.video import VideoMemory, read_video_model
+from groupwise.plan.video import VideoMemory, read_video_config, read_video_model
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.schedule import window_at
 from groupwise.workloads.flow.training_parts import TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from groupwise.plan.parts import Job
     from groupwise.workloads.flow.conditions import Condition
     from groupwise.workloads.flow.models.base import FlowModel
     from groupwise.workloads.flow.task import FlowTask
@@ -117,6 +120,13 @@ class RecamConfig(PipelineConfig):
             number_bytes=2 if self.dtype == "bfloat16" else 4,
             stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
         )
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        from groupwise.workloads.flow.trace import traced_flow
+
+        memory = self.memory()
+        assert self.pipeline is not None
+        return traced_flow(read_video_config(self.pipeline), self.train, memory, job)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel

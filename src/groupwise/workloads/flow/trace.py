@@ -11,7 +11,8 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from groupwise.plan.trace import fake_tensors, make_fake
+from groupwise.plan.parts import Job
+from groupwise.plan.trace import fake_tensors, make_fake, traced_update
 from groupwise.plan.video import VideoMemory
 from groupwise.workloads.flow.models.adapters import choose_trained
 from groupwise.workloads.flow.models.base import guided_velocity
@@ -61,3 +62,10 @@ def scored_pass(transformer: WanTransformer3DModel, memory: VideoMemory, rows: i
         return torch.stack(found, dim=1).exp().mean()
 
     return one_pass
+
+
+def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: VideoMemory, job: Job) -> dict[str, int]:
+    """Highest bytes of the update, of a transformer in float32."""
+    transformer = transformer_like(content, train)
+    one = scored_pass(transformer, memory, job.shape.rows_per_pass)
+    return {"update": traced_update(transformer, [one] * min(2, job.shape.passes))}

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.core.errors import require
-from groupwise.plan.video import VideoMemory, read_video_model
+from groupwise.plan.video import VideoMemory, read_video_config, read_video_model
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.schedule import window_at
+from groupwise.workloads.flow.training_parts import TrainConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from groupwise.plan.parts import Job
     from groupwise.workloads.flow.task import FlowTask
 
-CLIP, PROMPT_WORDS = (3, 5, 12, 12), 2
+CLIP, PROMPT_WORDS = (3, 5, 8, 8), 2
 """Colours, frames, height and width of a clip, and words of a prompt."""
 WEIGHTS = {"camera": 0.6, "quality": 0.4}
 """What a clip is worth: mostly whether the camera went where it was asked to."""
@@ -41,9 +45,8 @@ class PlaneConfig(FlowConfig):
 
     def memory(self) -> VideoMemory:
         """All weights are trained, pixels are the latents, and the first weights are kept as a reference."""
-        folder = Path(__file__).parent / "asset" if self.model is None else self.model
         return VideoMemory(
-            read_video_model(folder),
+            read_video_model(self._folder),
             CLIP,
             len(window_at(self.sampling, 0)),
             pixels=prod(CLIP),
@@ -51,6 +54,15 @@ class PlaneConfig(FlowConfig):
             guided=self.sampling.guidance != 1,
             stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
         )
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        from groupwise.workloads.flow.trace import traced_flow
+
+        return traced_flow(read_video_config(self._folder), TrainConfig(part="all"), self.memory(), job)
+
+    @property
+    def _folder(self) -> Path:
+        return Path(__file__).parent / "asset" if self.model is None else self.model
 
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.workloads.flow.plane.task import plane_task
