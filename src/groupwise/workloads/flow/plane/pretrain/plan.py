@@ -67,7 +67,9 @@ def draw_batch(plan: Plan, step: int) -> Batch:
     """The clips of a step, a function of the plan and the step alone."""
     numbers = step * plan.rows + torch.arange(plan.rows)
     scenes, motions = draw_scenes(plan.seed, numbers), draw_motions(plan.seed, numbers)
-    drift = plan.drift * torch.tensor(LARGEST) * normal(plan.seed, _DRAWS, numbers[:, None], 0, 0, torch.arange(6)).float()
+    drift = (
+        plan.drift * torch.tensor(LARGEST) * normal(plan.seed, _DRAWS, numbers[:, None], 0, 0, torch.arange(6)).float()
+    )
     label = motions + drift[:, None] * torch.linspace(0, 1, FRAMES)[None, :, None]
     chance = uniform(plan.seed, _DRAWS, numbers[:, None], 0, 1, torch.arange(3)).float()
     lights = list(LIGHT)
