@@ -35,7 +35,7 @@ from groupwise.train.run import Setup, set_up
 from groupwise.workloads.flow.schedule import WindowConfig
 from groupwise.workloads.flow.workload import FlowWorkload
 
-_CONSOLE = Console(soft_wrap=True, highlight=False)
+_CONSOLE = Console(soft_wrap=True, highlight=False, width=150)
 KINDS = ("window", "all", "usual", "global")
 
 

@@ -18,5 +18,5 @@ def recipe() -> Config:
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-3, clip_high=1e-3),
-        optimiser=OptimiserConfig(learning_rate=3e-4, warmup_updates=3),
+        optimiser=OptimiserConfig(learning_rate=2e-5, warmup_updates=5),
     )

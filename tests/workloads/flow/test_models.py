@@ -115,9 +115,14 @@ class Traveller(torch.nn.Module):
 
 def test_what_visits_the_device_leaves_it_even_when_its_work_fails():
     part = Traveller()
-    with pytest.raises(RuntimeError, match="out of memory"), visiting(torch.device("meta"), part, None):
-        assert part.places == ["meta"]
-        raise RuntimeError("out of memory")
+
+    def work():
+        with visiting(torch.device("meta"), part, None):
+            assert part.places == ["meta"]
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        work()
     assert part.places == ["meta", "cpu"]
 
 

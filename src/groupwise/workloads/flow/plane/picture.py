@@ -26,7 +26,7 @@ def draw_strip(conditions: Sequence[Condition], clips: Tensor) -> Callable[[Path
     def draw(path: Path) -> None:
         from matplotlib.figure import Figure
 
-        figure = Figure(figsize=(11, 2.1 * len(conditions)), layout="constrained")
+        figure = Figure(figsize=(11, 1.7 * len(conditions)), layout="constrained")
         axes = figure.subplots(len(conditions), 4, width_ratios=[3, 3, 3, 1.4], squeeze=False)
         truth, found = _truth(conditions), _found(conditions, clips)
         for nth, (condition, row) in enumerate(zip(conditions, axes, strict=True)):
@@ -88,7 +88,7 @@ def _draw_paths(axis: Any, wanted: Tensor, found: Tensor) -> None:
     axis.set_aspect("equal", adjustable="datalim")
     axis.invert_yaxis()
     axis.tick_params(labelsize=5)
-    axis.legend(fontsize=5)
+    axis.legend(fontsize=5, loc="upper right")
 
 
 def _side_by_side(clip: Tensor) -> np.ndarray[Any, Any]:

@@ -23,8 +23,8 @@ _GATES = [2, 5]  # of the rows of a block's scale_shift_table
 def build(plan: Plan) -> WanTransformer3DModel:
     """A fresh transformer with camera layers.
 
-    There is no base model whose behaviour must be kept, so nothing begins shut: poses are heard from the first step, and
-    attention and feed-forward layers begin open.
+    There is no base model whose behaviour must be kept, so nothing begins shut: poses are heard from the first step,
+    and attention and feed-forward layers begin open.
     """
     torch.manual_seed(plan.seed)
     transformer = WanTransformer3DModel(
