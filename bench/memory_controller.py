@@ -30,14 +30,16 @@ def main() -> None:
     for count in (8, 2):
         asked = questions[:count]
         with LiveBytes() as live:
+            live.watch(*executor.adapter.model.parameters())
+            weights = live.now
             heads = [[(question.sample, tier) for tier in executor.options.crops] for question in asked]
             prefix = _join([executor.prefix(each, token) for each in heads])
             executor.answer([Request(each.sample, knob) for each in asked for knob in knobs], prefix=prefix)
-        rows = count * len(knobs)
+        counted, rows = live.peak - weights, count * len(knobs)
         job = Job(Shape(10**6, count, len(knobs), 1, rows, "whole"), all_at_once=False)
         parts = config.workload.memory().stages(job).rollout
         planned = sum(parts.values()) - sum(parts[name] for name in ("frozen model", "weights", "optimiser"))
-        print(f"{rows} rows: counted {live.peak:,} bytes, planned {planned:,} ({planned / live.peak - 1:+.1%})")
+        print(f"{rows} rows: counted {counted:,} bytes, planned {planned:,} ({planned / counted - 1:+.1%})")
 
 
 if __name__ == "__main__":
