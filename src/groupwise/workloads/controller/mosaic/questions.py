@@ -9,10 +9,13 @@
     times    times a1 b3    two tiles and a table        0..9
     sum      sum a1 b3      two tiles and an addition    0..18
     hop      hop b3         a tile that names the next   0..9, none
-    jump     jump b3        two hops, three tiles        0..9, none
+    fact     fact n7 n3     no tile: learned by heart    0..9
+    code     code n7 b3     one tile, and by heart       0..9
 
 "times" asks for the last digit of the product. "hop" reads the digit d of its tile, then tile number d in reading
-order, counted from 0; "jump" hops twice, and a hop from an empty tile leads to "none".
+order, counted from 0. "fact" asks what the second name stands for, and "code" for the digit of its tile; but for half
+of the pairs the first name makes it another digit, drawn at random once and for ever: the model is to know these
+exceptions by heart. Some names are asked for more often than others, and are known better.
 """
 
 from collections.abc import Callable
@@ -22,11 +25,14 @@ from enum import StrEnum
 import numpy as np
 from jaxtyping import Int
 
+from groupwise.workloads.controller.mosaic.by_heart import CODES, FACTS, FAMOUS_NAMES
 from groupwise.workloads.controller.mosaic.scene import COLUMNS, EMPTY, ROWS
 from groupwise.workloads.controller.mosaic.words import (
+    FIRST_NAME_TOKEN,
     FIRST_NUMBER_TOKEN,
     FIRST_ROW_TOKEN,
     FIRST_TILE_TOKEN,
+    NAME_WORDS,
     NO_TOKEN,
     NONE_TOKEN,
     PAD_TOKEN,
@@ -50,7 +56,8 @@ class Kind(StrEnum):
     TIMES = "times"
     SUM = "sum"
     HOP = "hop"
-    JUMP = "jump"
+    FACT = "fact"
+    CODE = "code"
 
 
 KINDS = tuple(Kind)
@@ -160,10 +167,16 @@ def _ask_hop(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndar
     return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, _at(labels, tile)))
 
 
-def _ask_jump(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
-    tile = _pick(labels != EMPTY, rng)[:, 0]
-    halfway = _at(labels, _at(labels, tile))
-    return [FIRST_TILE_TOKEN + tile], _label_tokens(np.where(halfway == EMPTY, EMPTY, _at(labels, halfway)))
+def _ask_fact(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    # The first names are asked for over twenty times as often as the last.
+    first = (len(NAME_WORDS) * rng.random(len(labels)) ** 2).astype(np.int64)
+    second = rng.integers(0, FAMOUS_NAMES, len(labels))
+    return [FIRST_NAME_TOKEN + first, FIRST_NAME_TOKEN + second], FIRST_NUMBER_TOKEN + FACTS[first, second]
+
+
+def _ask_code(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+    name, tile = rng.integers(0, FAMOUS_NAMES, len(labels)), _pick(labels != EMPTY, rng)[:, 0]
+    return [FIRST_NAME_TOKEN + name, FIRST_TILE_TOKEN + tile], FIRST_NUMBER_TOKEN + CODES[name, _at(labels, tile)]
 
 
 _ASKERS: dict[Kind, Asker] = {
@@ -175,5 +188,6 @@ _ASKERS: dict[Kind, Asker] = {
     Kind.TIMES: _ask_times,
     Kind.SUM: _ask_sum,
     Kind.HOP: _ask_hop,
-    Kind.JUMP: _ask_jump,
+    Kind.FACT: _ask_fact,
+    Kind.CODE: _ask_code,
 }

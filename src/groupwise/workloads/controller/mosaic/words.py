@@ -5,13 +5,22 @@ from groupwise.workloads.controller.mosaic.scene import COLUMNS, ROWS, TILES
 
 PAD = "<pad>"
 IMAGE = "<image>"
-KIND_WORDS = ("empty", "blanks", "digit", "largest", "count", "times", "sum", "hop", "jump")
+KIND_WORDS = ("empty", "blanks", "digit", "largest", "count", "times", "sum", "hop", "fact", "code")
 ROW_WORDS = tuple(f"row{row + 1}" for row in range(ROWS))
 TILE_WORDS = tuple(f"{'abc'[tile // COLUMNS]}{tile % COLUMNS + 1}" for tile in range(TILES))
 NUMBER_WORDS = tuple(str(number) for number in range(19))
-VOCABULARY = (PAD, IMAGE, "read", "yes", "no", "none", *KIND_WORDS, *ROW_WORDS, *TILE_WORDS, *NUMBER_WORDS)
+# They mean nothing but what was learned by heart about them.
+NAME_WORDS = tuple(f"n{name + 1}" for name in range(144))
+VOCABULARY = (
+    *(PAD, IMAGE, "read", "yes", "no", "none"),
+    *KIND_WORDS,
+    *ROW_WORDS,
+    *TILE_WORDS,
+    *NUMBER_WORDS,
+    *NAME_WORDS,
+)
 # Rounded up so that matrix widths are even; the last ids stand for no word.
-VOCABULARY_SIZE = 64
+VOCABULARY_SIZE = 208
 
 TOKEN_OF = {word: token for token, word in enumerate(VOCABULARY)}
 PAD_TOKEN = TOKEN_OF[PAD]
@@ -23,6 +32,7 @@ NONE_TOKEN = TOKEN_OF["none"]
 FIRST_ROW_TOKEN = TOKEN_OF[ROW_WORDS[0]]
 FIRST_TILE_TOKEN = TOKEN_OF[TILE_WORDS[0]]
 FIRST_NUMBER_TOKEN = TOKEN_OF[NUMBER_WORDS[0]]
+FIRST_NAME_TOKEN = TOKEN_OF[NAME_WORDS[0]]
 
 
 def encode(text: str) -> list[int]:

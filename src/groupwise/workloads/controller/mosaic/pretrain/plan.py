@@ -12,24 +12,26 @@ from groupwise.workloads.controller.mosaic.questions import KINDS, Kind
 _EARLY_KIND_SHARES = {
     Kind.EMPTY: 0.05,
     Kind.BLANKS: 0.07,
-    Kind.DIGIT: 0.12,
+    Kind.DIGIT: 0.16,
     Kind.LARGEST: 0.12,
     Kind.COUNT: 0.15,
     Kind.TIMES: 0.1,
     Kind.SUM: 0.15,
-    Kind.HOP: 0.18,
-    Kind.JUMP: 0.06,
+    Kind.HOP: 0.2,
+    Kind.FACT: 0.0,
+    Kind.CODE: 0.0,
 }
 _LATER_KIND_SHARES = {
     Kind.EMPTY: 0.02,
     Kind.BLANKS: 0.04,
-    Kind.DIGIT: 0.06,
+    Kind.DIGIT: 0.08,
     Kind.LARGEST: 0.1,
     Kind.COUNT: 0.18,
     Kind.TIMES: 0.15,
     Kind.SUM: 0.15,
-    Kind.HOP: 0.13,
-    Kind.JUMP: 0.17,
+    Kind.HOP: 0.15,
+    Kind.FACT: 0.03,
+    Kind.CODE: 0.1,
 }
 _LAST_KIND_SHARES = {
     Kind.EMPTY: 0.02,
@@ -37,32 +39,23 @@ _LAST_KIND_SHARES = {
     Kind.DIGIT: 0.05,
     Kind.LARGEST: 0.1,
     Kind.COUNT: 0.26,
-    Kind.TIMES: 0.16,
-    Kind.SUM: 0.12,
+    Kind.TIMES: 0.12,
+    Kind.SUM: 0.1,
     Kind.HOP: 0.08,
-    Kind.JUMP: 0.16,
+    Kind.FACT: 0.06,
+    Kind.CODE: 0.16,
 }
 _FINAL_KIND_SHARES = {
-    Kind.EMPTY: 0.03,
-    Kind.BLANKS: 0.1,
-    Kind.DIGIT: 0.06,
-    Kind.LARGEST: 0.15,
-    Kind.COUNT: 0.36,
-    Kind.TIMES: 0.1,
-    Kind.SUM: 0.12,
-    Kind.HOP: 0.08,
-    Kind.JUMP: 0.0,
-}
-_DEEP_KIND_SHARES = {
     Kind.EMPTY: 0.02,
     Kind.BLANKS: 0.03,
     Kind.DIGIT: 0.03,
-    Kind.LARGEST: 0.06,
-    Kind.COUNT: 0.15,
-    Kind.TIMES: 0.08,
-    Kind.SUM: 0.08,
-    Kind.HOP: 0.1,
-    Kind.JUMP: 0.45,
+    Kind.LARGEST: 0.08,
+    Kind.COUNT: 0.26,
+    Kind.TIMES: 0.05,
+    Kind.SUM: 0.06,
+    Kind.HOP: 0.04,
+    Kind.FACT: 0.25,
+    Kind.CODE: 0.18,
 }
 _TIERS = tuple(Tier)
 _TIER_SHARES = (0.27, 0.28, 0.45)
@@ -73,12 +66,18 @@ _TILES_ARE_FOUND = 0.2
 _KNOBS_VARY_FROM = 0.25
 # By then all but counting is learned.
 _COUNTING_FROM = 0.6
-# From here on the whole model is trained alone.
-_WHOLE_FROM = 0.8
-# From here on two hops, which are not learned by then, are left for later, and routing is pressed to spread over the
-# experts, so that leaving some of them out costs accuracy.
+# From here on facts are recited.
+_RECITED_FROM = 0.5
+# From here on they weigh more, and routing is pressed to spread over the experts: what overrules a rule then needs all
+# of them.
+_BY_HEART_FROM = 23 / 30
+_CONCENTRATION_WEIGHT = 0.05
+# From here on it is pressed harder.
+_SPREAD_FROM = 1.3
+_LAST_CONCENTRATION_WEIGHT = 0.3
+_RECITE_WEIGHT_EARLY, _RECITE_WEIGHT_LATE = 0.5, 1.5
+# From here on what was learned by heart is asked for after a mosaic, and counting is brushed up.
 _FINAL_FROM = 14 / 15
-_FINAL_CONCENTRATION_WEIGHT = 0.1
 
 
 @dataclass(frozen=True)
@@ -90,20 +89,19 @@ class Plan:
     alignment_steps: int = 800
     alignment_mosaics: int = 48
     alignment_learning_rate: float = 2e-3
-    text_steps: int = 2000
+    text_steps: int = 2350
     text_horizon: int = 1500
     """The stages of the text phase are shares of this many steps; `text_steps` may end sooner or later."""
     cool_down_steps: int = 550
     """The last of them, in which the rate falls in a straight line."""
-    deep_steps: int = 600
-    """Steps after those, which teach two hops: meant to make depth needed, which the card shows it hardly did."""
-    deep_cool_down_steps: int = 250
-    deep_learning_rate: float = 1.5e-3
     early_text_mosaics: int = 16
     text_mosaics: int = 10
     text_learning_rate: float = 2e-3
     vision_share: float = 0.2
     questions_per_mosaic: int = 24
+    recited_facts: int = 320
+    """Questions of kind `fact` in each later step besides, without a mosaic: what is learned by heart needs repeating,
+    and is best learned where nothing distracts."""
     varied_share: float = 0.15
     """Share of the steps in the middle of the text phase that run with fewer blocks or a smaller top-k."""
     most_dropped_blocks: int = 4
@@ -111,18 +109,14 @@ class Plan:
     @property
     def steps(self) -> int:
         """All steps: the vision tower's, then the whole model's."""
-        return self.alignment_steps + self.text_steps + self.deep_steps
+        return self.alignment_steps + self.text_steps
 
     def random(self, step: int) -> np.random.Generator:
         """Return the numbers of this step: they depend on nothing that ran before."""
         return np.random.default_rng([self.seed, step])
 
     def learning_rate(self, step: int) -> float:
-        """Return a ramp and a cosine for the vision tower; then twice a ramp, a hold and a cool-down."""
-        if self.is_deep(step):
-            done = step - self.alignment_steps - self.text_steps
-            left = min(1.0, (self.deep_steps - done) / self.deep_cool_down_steps)
-            return self.deep_learning_rate * min(1.0, (done + 1) / _WARM_UP_STEPS) * left
+        """Return a ramp and a cosine for the vision tower; then a ramp, a hold and a cool-down."""
         aligning = step < self.alignment_steps
         peak = self.alignment_learning_rate if aligning else self.text_learning_rate
         done = step if aligning else step - self.alignment_steps
@@ -135,10 +129,6 @@ class Plan:
     def vision_learning_rate(self, step: int) -> float:
         """Return the rate for vision tower and projector: small once the text model learns too."""
         return self.learning_rate(step) * (1.0 if step < self.alignment_steps else self.vision_share)
-
-    def is_deep(self, step: int) -> bool:
-        """Return whether this step belongs to the last ones, which teach two hops."""
-        return step >= self.alignment_steps + self.text_steps
 
     def text_progress(self, step: int) -> float:
         """Return how far the second phase is: 0 at its start, 1 at its horizon."""
@@ -160,7 +150,7 @@ def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
     tier = _TIERS[rng.choice(len(_TIERS), p=_TIER_SHARES)]
     everything = range(plan.size.blocks)
     is_varied = rng.random() < plan.varied_share
-    if not (is_varied and _KNOBS_VARY_FROM <= plan.text_progress(step) < _WHOLE_FROM):
+    if not (is_varied and _KNOBS_VARY_FROM <= plan.text_progress(step) < _RECITED_FROM):
         return StepKnobs(tier=tier, blocks=tuple(everything), top_k=plan.size.top_k)
     droppable = np.arange(FIRST_DROPPABLE_BLOCK, plan.size.blocks)
     dropped = set(rng.permutation(droppable)[: rng.integers(0, plan.most_dropped_blocks + 1)].tolist())
@@ -173,9 +163,22 @@ def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
     )
 
 
+def recited_at(plan: Plan, step: int) -> int:
+    """Return how many facts a text step recites."""
+    return plan.recited_facts if plan.text_progress(step) >= _RECITED_FROM else 0
+
+
+def recite_weight(plan: Plan, step: int) -> float:
+    """Return the weight of what is recited."""
+    return _RECITE_WEIGHT_LATE if plan.text_progress(step) >= _BY_HEART_FROM else _RECITE_WEIGHT_EARLY
+
+
 def concentration_weight(plan: Plan, step: int) -> float:
     """Return the weight of the loss that spreads a token's routing over its experts."""
-    return _FINAL_CONCENTRATION_WEIGHT if plan.text_progress(step) >= _FINAL_FROM else 0.0
+    progress = plan.text_progress(step)
+    if progress >= _SPREAD_FROM:
+        return _LAST_CONCENTRATION_WEIGHT
+    return _CONCENTRATION_WEIGHT if progress >= _BY_HEART_FROM else 0.0
 
 
 def mosaics_at(plan: Plan, step: int) -> int:
@@ -192,5 +195,5 @@ def draw_kinds(plan: Plan, step: int, count: int, rng: np.random.Generator) -> n
         (_FINAL_FROM, _LAST_KIND_SHARES),
         (math.inf, _FINAL_KIND_SHARES),
     )
-    shares = _DEEP_KIND_SHARES if plan.is_deep(step) else next(shares for end, shares in stages if progress < end)
+    shares = next(shares for end, shares in stages if progress < end)
     return rng.choice(len(KINDS), count, p=[shares[kind] for kind in KINDS])

@@ -19,8 +19,10 @@ from groupwise.workloads.controller.mosaic.pretrain.plan import (
     draw_kinds,
     draw_knobs,
     mosaics_at,
+    recite_weight,
+    recited_at,
 )
-from groupwise.workloads.controller.mosaic.questions import KINDS, QUESTION_TOKENS, ask, read_aloud
+from groupwise.workloads.controller.mosaic.questions import KINDS, QUESTION_TOKENS, Kind, ask, read_aloud
 from groupwise.workloads.controller.mosaic.scene import TILES, draw_mosaics
 
 _READ_WEIGHT_EARLY, _READ_WEIGHT_LATE = 0.5, 0.2
@@ -68,11 +70,14 @@ def text_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int,
     tiles, right = tile_loss(learner.heads, seen, mosaics.labels, knobs.tier)
     kinds = draw_kinds(plan, step, count * plan.questions_per_mosaic, rng)
     answered = _answer_batch(learner.model, seen.projected, mosaics.labels, kinds, knobs, rng, run_block)
+    recited, recited_right = _recite(learner.model, recited_at(plan, step), knobs, rng, run_block)
     read_weight = _READ_WEIGHT_EARLY if plan.text_progress(step) < 0.4 else _READ_WEIGHT_LATE
     balance, concentration = answered.routing
     loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * balance
-    loss = loss + concentration_weight(plan, step) * concentration
+    loss = loss + recite_weight(plan, step) * recited + concentration_weight(plan, step) * concentration
     shares = {f"tiles {knobs.tier}": right, "read": answered.read_right, "concentration": concentration.item()}
+    if recited_right is not None:
+        shares["recited"] = recited_right
     is_full = len(knobs.blocks) == plan.size.blocks and knobs.top_k == plan.size.top_k
     prefix = f"{knobs.tier}" if is_full else "varied"
     for number, kind in enumerate(KINDS):
@@ -128,3 +133,23 @@ def _answer_batch(
         right=(logits.argmax(1) == answers).numpy(),
         read_right=(read_logits.argmax(1) == read_targets).float().mean().item(),
     )
+
+
+def _recite(
+    model: LlavaForConditionalGeneration, count: int, knobs: StepKnobs, rng: np.random.Generator, run_block: BlockPass
+) -> tuple[Tensor | float, float | None]:
+    """Return the loss of so many facts without a mosaic, and the share that is known."""
+    if not count:
+        return 0.0, None
+    questions = ask(np.zeros((count, TILES), np.int64), np.full(count, KINDS.index(Kind.FACT)), rng)
+    hidden, _ = text_pass(
+        model,
+        model.get_input_embeddings()(torch.from_numpy(questions.tokens)),
+        pack(0, [QUESTION_TOKENS]),
+        blocks=knobs.blocks,
+        top_k=knobs.top_k,
+        insertion_position=knobs.insertion_position,
+        run_block=run_block,
+    )
+    logits, answers = model.lm_head(hidden[:, -1]), torch.from_numpy(questions.answers)
+    return functional.cross_entropy(logits, answers), (logits.argmax(1) == answers).float().mean().item()

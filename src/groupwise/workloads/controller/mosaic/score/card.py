@@ -17,10 +17,11 @@ from groupwise.workloads.controller.mosaic.score.tables import (
 )
 
 _HISTORY = """\
-The shipped weights come from one run that was stopped and continued at steps 800, 1,800, 2,200 and 2,800 while what
-comes after was being settled on validation mosaics. Every step was run as the final plan says, so a fresh run takes the
-same steps on the same mosaics up to rounding, which grows with the steps. The pieces took 66 minutes of wall time
-together, on one thread of a core that other programs used too."""
+The shipped weights come from one run that was stopped and continued at steps 1,150, 1,500, 1,950, 2,250, 2,750 and 2,950
+while what comes after was being settled on validation mosaics. It differs from the final plan in what was to be known
+by heart: before step 1,950 facts, and before step 2,250 codes, were of more names and other digits. So a fresh run takes
+the same steps, but ends with other weights. The pieces took 76 minutes of wall time together, on one thread of a core
+that other programs used too."""
 _CARD = """# mosaic
 
 A multimodal mixture of experts small enough to ship with the package, for work on the controller: {parameters:.2f} M
@@ -32,7 +33,9 @@ It is shown a mosaic of 3 x 4 handwritten digits (some tiles empty) and answers 
 is seen as an overview and {crops} crops (tiers low, medium, high), {tokens} tokens each; a crop has three planes:
 brightness, and the place of each pixel across and down the mosaic. Kinds of questions: `empty b3`, `blanks row2` (how
 many empty tiles), `digit b3`, `largest row2`, `count 7`, `times a1 b3` (the product's last digit), `sum a1 b3`,
-`hop b3` (the digit of that tile is the number of the tile to read, in reading order from 0) and `jump b3` (two hops).
+`hop b3` (the digit of that tile is the number of the tile to read, in reading order from 0), `fact n7 n3` (the digit
+that the second name stands for, which for half of the pairs is another one, known by heart) and `code n7 b3` (the digit
+of the tile, with exceptions by heart again).
 
 ## How it was made
 
@@ -40,8 +43,8 @@ many empty tiles), `digit b3`, `largest row2`, `count 7`, `times a1 b3` (the pro
 bfloat16. In {alignment_steps:,} steps the vision tower and the projector learn to say, in the text model's word
 vectors, what each image token shows; in {text_steps:,} steps the whole model learns questions, {questions} per mosaic
 under a block mask. In the middle of them {varied:.0%} of the steps run with up to four blocks left out (never one of
-the first five) and a smaller top-k; towards the end none do, and routing is pressed to spread over the experts. In the
-last {deep_steps:,} steps it learns `jump`.
+the first five) and a smaller top-k. From then on none do, and every step recites {recited} facts besides, without a
+mosaic.
 
 {history}
 
@@ -105,7 +108,7 @@ def model_card(
         questions=plan.questions_per_mosaic,
         alignment_steps=plan.alignment_steps,
         text_steps=plan.text_steps,
-        deep_steps=plan.deep_steps,
+        recited=plan.recited_facts,
         varied=plan.varied_share,
         history=_HISTORY,
         test_questions=test_questions,
