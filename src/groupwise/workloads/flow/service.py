@@ -41,9 +41,10 @@ class HttpReward:
         found: list[float | None] = []
         for start in range(0, len(completions), self.rows_per_request):
             part = slice(start, start + self.rows_per_request)
-            told = {"prompts": list(prompts[part]), "completions": [_picture(clip) for clip in completions[part]]}
+            clips = completions[part]
+            told = {"prompts": list(prompts[part]), "completions": [_picture(clip) for clip in clips]}
             told |= {name: _sendable(column[part]) for name, column in columns.items() if _is_sendable(column[part])}
-            found += self._ask(json.dumps(told).encode(), len(told["prompts"]))
+            found += self._ask(json.dumps(told).encode(), len(clips))
         return found
 
     def _ask(self, body: bytes, rows: int) -> list[float | None]:

@@ -84,7 +84,8 @@ def camera_velocity(
     tokens = transformer.patch_embedding(joined).flatten(2).transpose(1, 2).contiguous()
     per_frame = tokens.shape[1] // joined.shape[2]
     poses = torch.cat([camera, camera], dim=1).repeat_interleave(per_frame, dim=1)
-    placed = Placed(*transformer.rope(joined), poses)
+    cos, sin = transformer.rope(joined)
+    placed = Placed(cos, sin, poses)
     temb, modulation, text, _ = transformer.condition_embedder(timestep, text.to(tokens.dtype), None)
     modulation = modulation.unflatten(1, (6, -1))
     for block in transformer.blocks:

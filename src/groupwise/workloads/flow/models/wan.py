@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
@@ -113,7 +114,7 @@ def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:
             weight.copy_(saved[name])
 
 
-def _latent_scale(vae: torch.nn.Module) -> tuple[Tensor, Tensor]:
+def _latent_scale(vae: Any) -> tuple[Tensor, Tensor]:
     """Mean and std of the VAE's latents, by channel."""
     config = vae.config
     return torch.tensor(config.latents_mean).view(1, -1, 1, 1, 1), torch.tensor(config.latents_std).view(1, -1, 1, 1, 1)

@@ -38,7 +38,7 @@ class PlaneModel:
 
     def encode(self, conditions: Sequence[Condition]) -> list[Encoding]:
         (nothing,) = encode([""])
-        found = []
+        found: list[Encoding] = []
         for condition in conditions:
             check_prompt(condition.prompt)
             assert condition.source is not None
