@@ -17,11 +17,11 @@ from groupwise.workloads.controller.mosaic.score.tables import (
 )
 
 _HISTORY = """\
-The shipped weights come from one run that was stopped and continued at steps 1,150, 1,500, 1,950, 2,250, 2,750 and 2,950
-while what comes after was being settled on validation mosaics. It differs from the final plan in what was to be known
-by heart: before step 1,950 facts, and before step 2,250 codes, were of more names and other digits. So a fresh run takes
-the same steps, but ends with other weights. The pieces took 76 minutes of wall time together, on one thread of a core
-that other programs used too."""
+The shipped weights come from one run that was stopped and continued at steps 1,150, 1,500, 1,950, 2,250, 2,750 and
+2,950 while what comes after was being settled on validation mosaics. It differs from the final plan in what was to be
+known by heart: before step 1,950 facts, and before step 2,250 codes, were of more names and other digits. So a fresh
+run takes the same steps, but ends with other weights. The pieces took 76 minutes of wall time together, on one thread
+of a core that other programs used too."""
 _CARD = """# mosaic
 
 A multimodal mixture of experts small enough to ship with the package, for work on the controller: {parameters:.2f} M
