@@ -28,8 +28,9 @@ from rich.table import Table
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
+from groupwise.train.evaluation import evaluate
 from groupwise.train.folder import RunFolder
-from groupwise.train.run import Setup, evaluate, set_up
+from groupwise.train.setup import Setup, set_up
 from groupwise.workloads.controller.exact import all_rewards
 from groupwise.workloads.controller.validate.exam import Exam, make_exam
 from groupwise.workloads.controller.validate.methods import controlled, kind_oracle, lookup, oracle

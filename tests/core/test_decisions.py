@@ -71,3 +71,11 @@ def test_a_divergence_in_closed_form_takes_the_place_of_the_estimate():
     assert parts["kl"].item() == 3
     loss.backward()
     assert_close(logp.grad, torch.tensor([[1.5, 0.0]]))
+
+
+def test_rollouts_without_any_step_reward_are_missing_and_too_many_stop_the_run():
+    """As when the service that judges steps is down."""
+    nothing = gw.Terms({"outcome": OUTCOME}, steps={"step": torch.full_like(STEPS, math.nan)})
+    with pytest.raises(gw.UserError, match="4 of 4"):
+        weigh(nothing, gw.RewardConfig())
+    assert weigh(nothing, gw.RewardConfig(weights={"step": 0.0})).missing == 0

@@ -13,8 +13,9 @@ import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.train.checkpoint import read_meta, restore
 from groupwise.train.config import differing_fields, to_dict, with_values
+from groupwise.train.evaluation import evaluate
 from groupwise.train.folder import RunFolder, read_lines
-from groupwise.train.run import evaluate, set_up
+from groupwise.train.run import set_up
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 

@@ -83,3 +83,9 @@ def test_tensors_are_taken_too():
 def test_what_is_not_a_list_of_numbers_is_refused(answer, says):
     with pytest.raises(UserError, match=says):
         judge({"r": lambda prompts, completions: answer}, PROMPTS, COMPLETIONS)
+
+
+def test_a_column_may_be_called_like_a_parameter():
+    """Columns come from datasets of others."""
+    terms = judge({"length": length}, ["p"], ["abc"], functions=["f"])
+    assert terms.values["length"].tolist() == [3.0]

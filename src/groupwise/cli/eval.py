@@ -17,7 +17,7 @@ from groupwise.train.folder import RunFolder
 from groupwise.workloads.report import ReportTable
 
 if TYPE_CHECKING:
-    from groupwise.train.run import Evaluation
+    from groupwise.train.evaluation import Evaluation
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run(words: list[str], as_json: bool) -> int:
     folder = RunFolder(arguments.run_dir)
     config = config_of_run(folder)
     from groupwise.dist.comm import disconnect
-    from groupwise.train.run import evaluate
+    from groupwise.train.evaluation import evaluate
 
     with quiet_stdout(as_json):
         found = evaluate(config, folder, lambda text: print(f"Warning: {text}", file=sys.stderr))
@@ -80,7 +80,7 @@ def config_of_run(folder: RunFolder) -> Config:
     if not saved["recipe"]:
         raise UserError(
             f"The run in {folder.path} was started from Python, not from a recipe, so it cannot be rebuilt here. Call"
-            " groupwise.train.run.evaluate(config, ...) with its config."
+            " groupwise.train.evaluation.evaluate(config, ...) with its config."
         )
     config: Config = with_values(load_recipe(saved["recipe"]), saved)
     return config

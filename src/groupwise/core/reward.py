@@ -35,10 +35,12 @@ def weigh(terms: Terms, config: RewardConfig) -> Rewards:
         if weight:
             total = total + weight * values.cpu().double()
     total = total.masked_fill(~total.isfinite(), torch.nan)
-    missing = int(total.isnan().sum())
+    by_decision = _weigh_steps(terms, config)
+    without = total.isnan() if by_decision is None else total.isnan() | by_decision.isnan().all(1)
+    missing = int(without.sum())
     if missing > config.max_missing_share * rows:
         raise UserError(_too_many_missing(terms, missing, rows, config))
-    return Rewards(total, terms, missing, _weigh_steps(terms, config))
+    return Rewards(total, terms, missing, by_decision)
 
 
 def _weigh_steps(terms: Terms, config: RewardConfig) -> Float[Tensor, "rollouts decisions"] | None:

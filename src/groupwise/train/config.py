@@ -155,7 +155,11 @@ class Config:
         return self.steps * self.optimiser.updates_per_rollout
 
 
-FREE_ON_RESUME = ("steps", "rows_per_pass", "run", "recipe", "workload.decode_rows", "workload.tokens_per_pass")
+FREE_ON_RESUME = (
+    *("steps", "rows_per_pass", "run", "recipe"),
+    *("workload.decode_rows", "workload.tokens_per_pass"),
+    *("workload.encode_rows_per_pass", "workload.eval_rows_per_pass"),
+)
 """Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate falls."""
 
 

@@ -50,6 +50,7 @@ def training_steps(
     again = recovery.attempt  # in smaller pieces, whenever memory runs out
     for step in range(state.step, config.steps):
         laps, memory = Laps(), Peak(comm.device)
+        state.optimiser.zero_grad(set_to_none=True)  # the rollout has the memory of the last gradient
         placed = place(shape, seed=config.seed, step=step, rounds=1 + config.refill)
         rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
         group_ids = gather_ids(rollouts, placed, comm)

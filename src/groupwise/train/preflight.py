@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.identity import group_id
@@ -93,9 +94,10 @@ def _shapes_divide(shape: Shape) -> Check:
 def _parameters_agree(state: State, comm: Comm) -> Check:
     """Trainable weights are compared bit by bit; frozen ones and buffers by two sums, which is quick."""
     trainable = [weight.data for weight in trainable_weights(state.policy).values()]
-    others = [tensor.float() for tensor in (*state.policy.parameters(), *state.policy.buffers())]
-    sums = torch.stack([torch.stack([tensor.sum(), tensor.abs().sum()]) for tensor in others])
-    fingerprint = group_id(0, *trainable, sums)
+    others = (*state.policy.parameters(), *state.policy.buffers())
+    with comm.together("Comparing the weights"):
+        sums = torch.stack([torch.stack(_two_sums(tensor.detach())) for tensor in others])
+        fingerprint = group_id(0, *trainable, sums)
     everyone = comm.gather(torch.tensor([fingerprint]))
     strangers = (everyone != everyone[0]).nonzero().flatten().tolist()
     if strangers:
@@ -103,6 +105,11 @@ def _parameters_agree(state: State, comm: Comm) -> Check:
         return Check("parameters are equal on all ranks", False, detail)
     count = sum(weight.numel() for weight in trainable_weights(state.policy).values())
     return Check("parameters are equal on all ranks", True, f"{count:,} trainable numbers, {comm.ranks} ranks")
+
+
+def _two_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """One tensor at a time, and no wider copy of it."""
+    return tensor.sum(dtype=torch.float32).cpu(), tensor.abs().sum(dtype=torch.float32).cpu()
 
 
 def _passes(name: str, look: Callable[[], str]) -> Check:

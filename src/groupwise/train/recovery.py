@@ -114,8 +114,8 @@ class Recovery:
         if name == "rows_per_pass":
             return largest_fitting_rows(self.shape, rows // 2)
         if name == "reward_rows" and "reward" not in self.workload.stage_rows:
-            # A reward may compare siblings, so a group is judged whole.
-            return max(rows // 2, self.shape.group_size) if rows > self.shape.group_size else None
+            # A reward may compare siblings: what a rank has of a group is judged together, however few rows are asked.
+            return rows // 2 or None
         # a cap above what a rank has cuts nothing: half of that would be tried in vain
         return min(rows, self.shape.rollouts_per_rank) // 2 or None
 

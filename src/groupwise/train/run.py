@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
-from groupwise.core.errors import UserError
 from groupwise.dist.comm import Comm
 from groupwise.dist.trackers import Trackers
 from groupwise.meter.memory import device_bytes
@@ -23,6 +19,7 @@ from groupwise.train.checkpoint import (
     write_checkpoint,
 )
 from groupwise.train.config import Config, to_dict
+from groupwise.train.evaluation import log_evaluation
 from groupwise.train.folder import RunFolder
 from groupwise.train.loop import Step, training_steps
 from groupwise.train.monitor import Monitor, known_memory
@@ -31,7 +28,6 @@ from groupwise.train.recovery import GENERAL_ADVICE, Recovery
 from groupwise.train.screen import Screen
 from groupwise.train.setup import Setup, set_up
 from groupwise.train.signals import stop_signals
-from groupwise.workloads.report import Report
 
 
 @dataclass(frozen=True)
@@ -105,31 +101,6 @@ def check(config: Config) -> tuple[list[Check], bool]:
     return checks, setup.comm.is_main
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    step: int
-    figures: Mapping[str, float]
-    report: Report | None
-    """What the workload has to say besides, on the main rank."""
-    pictures: Sequence[Path]
-    is_main: bool
-
-
-def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> Evaluation:
-    """The figures of a run's newest good checkpoint, and its workload's report."""
-    path = newest_good(folder.checkpoints, warn)
-    if path is None:
-        raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
-    setup = set_up(config, path)
-    check_same_files(path, setup.workload.files())
-    restore(path, setup.state)
-    figures = _log_evaluation(setup, folder, None, f"step {setup.state.step}")
-    with _judged(setup, "report"):
-        report = setup.workload.report() if setup.comm.is_main else None
-        pictures = _write_report(report, folder) if report else []
-    return Evaluation(setup.state.step, figures, report, pictures, setup.comm.is_main)
-
-
 def run_dir(config: Config) -> Path:
     """Where the run lives: as the user said, or runs/ and the recipe's name."""
     if config.run.run_dir is not None:
@@ -198,7 +169,7 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> boo
     config, comm, state = setup.config, setup.comm, setup.state
     trackers = Trackers(config.run.trackers, folder.path, to_dict(config))
     if not state.step:
-        _log_evaluation(setup, folder, trackers, "before")
+        log_evaluation(setup, folder, trackers, "before")
     complete = state.updates
     with stop_signals(screen.say) as stop_asked:
         try:
@@ -212,13 +183,13 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> boo
                 screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)
                 stopping = comm.any(stop_asked())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
-                    _log_evaluation(setup, folder, trackers, f"step {state.step}")
+                    log_evaluation(setup, folder, trackers, f"step {state.step}")
                 if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
                     _save(setup, folder)
                 if stopping:
                     screen.say(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
                     return True
-            _log_evaluation(setup, folder, trackers, "after")
+            log_evaluation(setup, folder, trackers, "after")
             return False
         except Exception as error:
             if comm.is_main:
@@ -252,41 +223,6 @@ def _write_checkpoint(setup: Setup, folder: RunFolder) -> None:
             keep=setup.config.run.keep_checkpoints,
             files=setup.workload.files(),
         )
-
-
-@contextmanager
-def _judged(setup: Setup, method: str) -> Iterator[None]:
-    """The policy on its averaged weights where there are any; what fails is told as the workload's."""
-    ema, policy = setup.state.ema, setup.state.policy
-    what = f"{method}() of {type(setup.workload).__name__}"
-    with ema.borrowed(policy) if ema else nullcontext(), torch.no_grad(), setup.comm.together(what):
-        yield
-
-
-def _evaluate(setup: Setup) -> dict[str, float]:
-    with _judged(setup, "evaluate"):
-        return {name: float(value) for name, value in setup.workload.evaluate().items()}
-
-
-def _write_report(report: Report, folder: RunFolder) -> list[Path]:
-    """Its figures into eval.json, beside those of other moments; its pictures beside it."""
-    folder.write("eval.json", {**folder.read("eval.json"), **report.figures})
-    pictures = {folder.path / name: draw for name, draw in (report.pictures or {}).items()}
-    for path, draw in pictures.items():
-        draw(path)
-    return list(pictures)
-
-
-def _log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str) -> dict[str, float]:
-    figures = _evaluate(setup)
-    if figures and setup.comm.is_main:
-        folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
-    with _judged(setup, "pictures"):
-        for name, draw in setup.workload.pictures().items() if setup.comm.is_main else ():
-            draw(folder.path / f"{moment.replace(' ', '-')}-{name}")
-    if trackers:
-        trackers.log({f"eval/{name}": value for name, value in figures.items()}, setup.state.step)
-    return figures
 
 
 def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> Summary:

@@ -115,13 +115,13 @@ def _that_mean_something(figures: dict[str, float], config: Config) -> dict[str,
 
 
 def _batch(rollouts: Rollouts, comparison: Comparison, comm: Comm) -> Batch:
+    if comparison.advantages.trained_decisions is not None:
+        own = comparison.advantages.trained_decisions[comparison.mine]
+        rollouts = replace(rollouts, mask=rollouts.mask & own.to(rollouts.mask.device))
     trained = comparison.advantages.trained[comparison.mine] & rollouts.mask.any(1).cpu()
     rows = trained.nonzero().flatten()
     with comm.together("Selecting the rows to train"):
         kept = rollouts.select(rows)
-    if comparison.advantages.trained_decisions is not None:
-        own = comparison.advantages.trained_decisions[comparison.mine][rows]
-        kept = replace(kept, mask=kept.mask & own.to(kept.mask.device))
     decisions, count = comm.sum(float(kept.mask.sum()), float(len(kept)))
     return Batch(kept, rows, Totals(int(decisions), int(count)))
 

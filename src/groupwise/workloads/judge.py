@@ -22,7 +22,7 @@ RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float
 
 
 def judge(
-    functions: Mapping[str, RewardFunction], prompts: Sequence[Any], completions: Sequence[Any], **columns: Any
+    functions: Mapping[str, RewardFunction], prompts: Sequence[Any], completions: Sequence[Any], /, **columns: Any
 ) -> Terms:
     """All functions on all rows; the async ones run together."""
     given = {"prompts": prompts, "completions": completions, **columns}

@@ -72,3 +72,8 @@ def test_agrees_with_the_usual_expression_on_gsm8k_answers(number, before):
     text = f"{before}\n#### {number:,}"
     usual = re.findall(r"#### (\-?[0-9\.\,]+)", text)[-1].replace(",", "")
     assert given_number(text) == Fraction(usual)
+
+
+def test_digits_without_end_are_no_number():
+    """Python would refuse to read them, and every answer beside them would lose its reward."""
+    assert given_number("#### " + "9" * 5000) is None

@@ -6,6 +6,7 @@ from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from groupwise.workloads.chat.kernels import attend, attend_by_products
 from groupwise.workloads.chat.sampling import draw, kept_tokens, only_kept
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log()
@@ -65,3 +66,20 @@ def test_settings_without_sense_are_refused(settings, message):
 def test_an_adapter_reference_needs_an_adapter():
     with pytest.raises(UserError, match="reference is adapter"):
         PolicyConfig(reference="adapter")
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(top_p=0.9)])
+def test_logits_that_are_no_numbers_give_a_log_probability_that_is_none(sampling):
+    """So that the loop can say what is wrong, instead of an index out of bounds."""
+    assert draw(torch.full((1, 4), torch.nan), torch.tensor([0.5]), sampling).logp.isnan().all()
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_plain_products_are_as_exact_in_bfloat16_as_the_fused_kernel(autocast):
+    torch.manual_seed(0)
+    query, key, value = (2 * torch.randn(1, 2, tokens, 128).bfloat16() for tokens in (3, 256, 256))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        output, lse = attend_by_products(query, key, value, scale=128**-0.5)
+        fused, fused_lse = attend(query, key, value, scale=128**-0.5)
+    assert_close(lse, fused_lse, atol=1e-3, rtol=1e-4)
+    assert_close(output, fused, atol=0.03, rtol=0.02)

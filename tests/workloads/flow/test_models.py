@@ -210,6 +210,7 @@ def test_a_wan_folder_trains_from_files(wan, data, tmp_path):
 
 def test_bfloat16_weights_still_have_a_ratio_of_one(wan, data):
     workload = recam(wan, data, dtype="bfloat16").build(CPU)
+    assert {weight.dtype for weight in workload.policy.parameters() if weight.requires_grad} == {torch.float32}
     numbers = torch.tensor([0, 0, 2, 2])
     with torch.no_grad():
         rollouts = workload.rollout(Rows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers))

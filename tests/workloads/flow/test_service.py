@@ -42,6 +42,8 @@ class Judge(BaseHTTPRequestHandler):
             return
         answers = {
             "/nonsense": b"<html>",
+            "/full": b'{"error": "CUDA out of memory"}',
+            "/fussy": json.dumps({"rewards": [0.5] * (1 if rows == 1 else 9)}).encode(),
             "/words": json.dumps({"rewards": ["good"] * rows}).encode(),
             "/short": json.dumps({"rewards": [1.0]}).encode(),
             "/some": json.dumps({"rewards": [None] + [0.5] * (rows - 1)}).encode(),
@@ -137,3 +139,16 @@ def test_rewards_by_name(address):
     ):
         with pytest.raises(gw.UserError, match=said):
             named_rewards(wrong, HttpReward(""))
+
+
+def test_a_request_that_fails_takes_no_other_rows_reward(address):
+    """Two requests: the first clip's is refused, the second's is not."""
+    terms = asked(f"{address}/fussy", rows_per_request=2, retries=0)
+    assert terms.values["far"].isnan().tolist() == [True, True, False]
+    assert terms.failures["far"] == "returned None for 2 of 3 rows"
+
+
+def test_a_service_out_of_memory_is_not_this_process_out_of_memory(address):
+    terms = asked(f"{address}/full", retries=0)
+    assert terms.values["far"].isnan().all()
+    assert "out of memory" in terms.failures["far"]

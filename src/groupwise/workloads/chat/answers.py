@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
+_LONGEST_NUMBER = 1000
 _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)")
 _WHOLE = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[-+]?\.\d+")
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
@@ -44,6 +45,8 @@ def last_boxed(text: str) -> str | None:
 def as_number(text: str) -> Fraction | None:
     """A text that is a number and nothing else: 12, -3.50, 1,234, $5, 20%, 3/4, \\frac{3}{4}."""
     plain = _DECORATION.sub("", text).rstrip("%").rstrip(".")
+    if len(plain) > _LONGEST_NUMBER:  # a completion that repeats digits without end
+        return None
     ratio = _RATIO.fullmatch(plain)
     parts = [ratio[1] + ratio[2], ratio[3]] if ratio else plain.split("/")
     if len(parts) > 2 or not all(_WHOLE.fullmatch(part) for part in parts):

@@ -52,14 +52,16 @@ def attend_by_products(
     """The same by plain products, in float32 at least."""
     served = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(served, 1), value.repeat_interleave(served, 1)
-    scores = (query @ key.mT).to(torch.promote_types(query.dtype, torch.float32)) * scale
-    if bias is not None:
-        scores = scores + bias
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp().to(value.dtype) @ value, lse
+    exact = torch.promote_types(query.dtype, torch.float32)
+    with torch.autocast(query.device.type, enabled=False):  # it would round the products
+        scores = (query.to(exact) * scale) @ key.to(exact).mT
+        if bias is not None:
+            scores = scores + bias
+        if causal:
+            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        lse = scores.logsumexp(-1)
+        return ((scores - lse[..., None]).exp() @ value.to(exact)).to(value.dtype), lse
 
 
 def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:

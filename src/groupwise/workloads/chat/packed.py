@@ -56,7 +56,9 @@ class Packed:
             return (self.group[key] == self.group[query]) & own_or_prompt & (key <= query)
 
         tokens = len(self.ids)
-        return create_block_mask(sees, None, None, tokens, tokens, device=str(self.ids.device))
+        # Compiled, else the whole table of who sees whom is held for a moment.
+        compiled = self.ids.device.type != "cpu"
+        return create_block_mask(sees, None, None, tokens, tokens, device=str(self.ids.device), _compile=compiled)
 
 
 def pack(

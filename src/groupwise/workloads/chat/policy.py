@@ -64,7 +64,13 @@ class Policy(nn.Module):
     @property
     def longest(self) -> int | None:
         """Tokens that a prompt and its completion may have together, by the model's own configuration."""
-        return getattr(self.causal_lm.config, "max_position_embeddings", None)
+        config = self.causal_lm.config
+        rope = getattr(config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Beyond it all positions are turned otherwise, those of earlier tokens too: what was sampled before would
+            # be scored differently.
+            return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return getattr(config, "max_position_embeddings", None)
 
     @property
     def has_reference(self) -> bool:

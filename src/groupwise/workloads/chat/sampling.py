@@ -51,7 +51,8 @@ def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) 
     total = reached[:, -1:]
     log_total = highest + total.log()
     goal = torch.minimum(chances[:, None].to(reached) * total, torch.nextafter(total, torch.zeros_like(total)))
-    ids = torch.searchsorted(reached, goal, right=True)
+    # Where the logits are no numbers any token will do: its log-probability is NaN, and the loop tells the user.
+    ids = torch.searchsorted(reached, goal, right=True).clamp_(max=reached.shape[1] - 1)
     finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
     entropy = log_total[:, 0] - torch.linalg.vecdot(weights, finite) / total[:, 0]
     return Drawn(ids[:, 0], (scaled.gather(1, ids) - log_total)[:, 0], entropy, kept)
@@ -71,8 +72,8 @@ def kept_tokens(scaled: Logits, sampling: Sampling) -> Int64[Tensor, " rows"] | 
     if sampling.top_p is not None:
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
-        count = (before < sampling.top_p).sum(-1, keepdim=True)
-    return (scaled >= ordered.gather(1, count - 1)).sum(-1)
+        count = (before < sampling.top_p).sum(-1, keepdim=True).clamp(min=1)
+    return (scaled >= ordered.gather(1, count - 1)).sum(-1).clamp(min=1)
 
 
 def only_kept(scaled: Logits, kept: Int64[Tensor, " rows"], taken: Int64[Tensor, " rows"] | None = None) -> Logits:

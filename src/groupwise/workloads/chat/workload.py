@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -144,6 +146,12 @@ class ChatWorkload(Workload):
             }
             for row, text, completion in zip(rows, self.texts(said), said, strict=True)
         ]
+
+    def files(self) -> Mapping[str, bytes]:
+        """By number, a condition is a question: weights that were trained on others are not continued by mistake."""
+        content = blake2b(self.parts.training.group_ids.numpy().tobytes(), digest_size=16)
+        told = {"questions": self.conditions, "content": content.hexdigest()}
+        return {"questions.json": json.dumps(told).encode()}
 
     def notes(self) -> Sequence[str]:
         why, stops = self.parts.policy.why_plain, self.parts.sampling.stop_ids

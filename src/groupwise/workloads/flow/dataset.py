@@ -96,6 +96,8 @@ def _frames(path: Path) -> np.ndarray[Any, Any]:
             pictures = [Image.open(each) for each in sorted(path.iterdir())]
         elif path.suffix == ".npy":
             found: np.ndarray[Any, Any] = np.load(path)
+            if found.dtype != np.uint8:
+                raise ValueError(f"its numbers are {found.dtype}, not bytes from 0 to 255")
             return found
         else:
             pictures = load_video(str(path))

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 
-class ServiceError(RuntimeError):
+class ServiceError(Exception):
     """The service did not give rewards; the text says why."""
 
 
@@ -39,12 +39,18 @@ class HttpReward:
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[Tensor], **columns: Any) -> list[float | None]:
         found: list[float | None] = []
+        failure: ServiceError | None = None
         for start in range(0, len(completions), self.rows_per_request):
             part = slice(start, start + self.rows_per_request)
             clips = completions[part]
             told = {"prompts": list(prompts[part]), "completions": [_picture(clip) for clip in clips]}
             told |= {name: _sendable(column[part]) for name, column in columns.items() if _is_sendable(column[part])}
-            found += self._ask(json.dumps(told).encode(), len(clips))
+            try:
+                found += self._ask(json.dumps(told).encode(), len(clips))
+            except ServiceError as error:  # these rows are missing; the others have their rewards
+                failure, found = error, [*found, *[None] * len(clips)]
+        if failure is not None and all(reward is None for reward in found):
+            raise failure
         return found
 
     def _ask(self, body: bytes, rows: int) -> list[float | None]:

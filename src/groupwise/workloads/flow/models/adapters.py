@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_utils import ModelMixin
+from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
 
 from groupwise.core.errors import UserError
@@ -25,6 +26,11 @@ def choose_trained(transformer: ModelMixin, config: TrainConfig) -> Reference:
     if config.part == "lora":
         return _add_lora(transformer, config)
     if config.part == "all":
+        if transformer.dtype not in (torch.float32, torch.float64):
+            raise UserError(
+                f"workload.train.part is 'all' and the transformer is in {transformer.dtype}: small updates would be"
+                " rounded away. Load it in float32, or train 'lora' or 'camera', which are kept in float32."
+            )
         transformer.requires_grad_(True)
     else:
         found = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
@@ -48,6 +54,7 @@ def _add_lora(transformer: Any, config: TrainConfig) -> Reference:
         )
     transformer.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
     torch.set_rng_state(state)
+    cast_training_params(transformer, torch.float32)
 
     @contextmanager
     def without() -> Iterator[None]:

@@ -29,7 +29,7 @@ class Placed(NamedTuple):
 
 
 class CameraAttention(nn.Module):
-    """An attention processor with the two camera layers of its block."""
+    """An attention processor with the two camera layers of its block, which stay in float32: they are trained."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -49,8 +49,10 @@ class CameraAttention(nn.Module):
         mask: Tensor | None,
         placed: Placed,
     ) -> Float[Tensor, "rows tokens width"]:
-        posed = tokens + self.pose_encoder(placed.poses.to(tokens.dtype))
-        return self.projector(self._plain(attention, posed, encoded, mask, (placed.cosines, placed.sines)))
+        own = self.projector.weight.dtype
+        posed = tokens + self.pose_encoder(placed.poses.to(own)).to(tokens.dtype)
+        attended = self._plain(attention, posed, encoded, mask, (placed.cosines, placed.sines))
+        return self.projector(attended.to(own)).to(tokens.dtype)
 
 
 def add_camera_layers(transformer: WanTransformer3DModel) -> None:
@@ -63,7 +65,7 @@ def add_camera_layers(transformer: WanTransformer3DModel) -> None:
     width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
     like = transformer.proj_out.weight
     for block in transformer.blocks:
-        block.attn1.set_processor(CameraAttention(width).to(like.device, like.dtype))
+        block.attn1.set_processor(CameraAttention(width).to(like.device))
 
 
 def camera_weights(transformer: WanTransformer3DModel) -> dict[str, nn.Parameter]:
