@@ -12,12 +12,12 @@ def recipe() -> Config:
     return Config(
         # Fractions of the full configuration's median: on a noisy machine the high quantile is half as much again.
         MosaicControllerConfig(BudgetConfig((0.8, 0.9, 1.0, 1.15, 1.3, 1.5), on_impossible="cheapest")),
-        steps=200,
+        steps=300,
         conditions_per_step=32,
-        group_size=8,
+        group_size=16,
         rows_per_pass=64,
         reward=RewardConfig(weights={"cost": 0.0}),  # within a guaranteed budget, time is free
         advantage=AdvantageConfig(kind="centred"),
-        loss=LossConfig(entropy=0.01),
-        optimiser=OptimiserConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=5),
+        loss=LossConfig(entropy=0.04),
+        optimiser=OptimiserConfig(learning_rate=5e-4, schedule="cosine", warmup_updates=5),
     )
