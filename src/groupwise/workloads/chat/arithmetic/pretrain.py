@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,11 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from groupwise.core.errors import UserError
 from groupwise.workloads.chat.arithmetic.dialogues import Message, ask, assistant, at_once, continued, worked
 from groupwise.workloads.chat.arithmetic.problems import Split, draw_problem
 from groupwise.workloads.chat.arithmetic.tokenizer import CONTEXT
+from groupwise.workloads.pretraining import save_progress, take_up
 
-CHECKPOINT = "pretraining.pt"
 _NO_LABEL = -100
 
 
@@ -94,7 +92,7 @@ def pretrain(
     """
     model = new_model(plan, tokenizer).train()
     optimiser = _optimiser(model, plan)
-    for step in range(_resume(plan, folder, model, optimiser), plan.steps if stop_after is None else stop_after):
+    for step in range(take_up(folder, plan, model, optimiser), plan.steps if stop_after is None else stop_after):
         optimiser.zero_grad(set_to_none=True)
         loss = _accumulate(model, list(batches(plan, tokenizer, step)))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -103,7 +101,7 @@ def pretrain(
         optimiser.step()
         watch(Progress(step + 1, loss))
         if (step + 1) % checkpoint_every == 0 or step + 1 == plan.steps:
-            _save(plan, folder, model, optimiser, step + 1)
+            save_progress(folder, plan, model, optimiser, step + 1)
     return model.eval()
 
 
@@ -159,24 +157,3 @@ def _optimiser(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
     others = [weight for weight in model.parameters() if weight.ndim < 2]
     groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=plan.learning_rate, betas=(0.9, 0.98), fused=True)
-
-
-def _save(plan: Plan, folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer, done: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f"{CHECKPOINT}.unfinished"
-    state = {"plan": repr(plan), "done": done, "model": model.state_dict(), "optimiser": optimiser.state_dict()}
-    torch.save(state, unfinished)
-    os.replace(unfinished, folder / CHECKPOINT)
-
-
-def _resume(plan: Plan, folder: Path, model: nn.Module, optimiser: torch.optim.Optimizer) -> int:
-    """Load the checkpoint, if any; return how many steps are done."""
-    path = folder / CHECKPOINT
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
-    if state["plan"] != repr(plan):
-        raise UserError(f"{path} was written with another plan. Take another folder, or that plan: {state['plan']}")
-    model.load_state_dict(state["model"])
-    optimiser.load_state_dict(state["optimiser"])
-    return int(state["done"])

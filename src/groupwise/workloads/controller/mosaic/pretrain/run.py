@@ -1,6 +1,5 @@
 """The pretraining loop: any step can be left and taken up again, and the weights come out the same."""
 
-import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,18 +8,17 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from groupwise.core.errors import UserError
 from groupwise.workloads.controller.mosaic.digits import Split, load_handwriting
 from groupwise.workloads.controller.mosaic.pretrain.dense import BlockPass, block_pass
 from groupwise.workloads.controller.mosaic.pretrain.initial import build
 from groupwise.workloads.controller.mosaic.pretrain.plan import Plan
 from groupwise.workloads.controller.mosaic.pretrain.steps import Learner, Outcome, alignment_step, text_step
+from groupwise.workloads.pretraining import save_progress, take_up
 
 _BETAS = (0.9, 0.98)
 _WEIGHT_DECAY = 0.03
 _LARGEST_GRADIENT_NORM = 1.0
 _TEXT = ("model.model.language_model.", "model.lm_head.")
-_CHECKPOINT = "pretraining.pt"
 
 
 def pretrain(
@@ -39,7 +37,7 @@ def pretrain(
     handwriting = load_handwriting(Split.TRAIN)
     learner = Learner(build(plan.size.config(), plan.seed)).train()
     optimizer = _optimizer(learner)
-    first = _resume(plan, folder, learner, optimizer)
+    first = take_up(folder, plan, learner, optimizer)
     run_block: BlockPass = torch.compile(block_pass, dynamic=False) if compiled else block_pass
     watch = _Watch(plan, first, say)
     for step in range(first, plan.steps if stop_after is None else stop_after):
@@ -50,7 +48,7 @@ def pretrain(
         _update(learner, optimizer, outcome, plan, step)
         watch.note(step, outcome)
         if (step + 1) % checkpoint_every == 0 or step + 1 == plan.steps:
-            _save(plan, folder, learner, optimizer, step + 1)
+            save_progress(folder, plan, learner, optimizer, step + 1)
     return learner.eval()
 
 
@@ -76,32 +74,6 @@ def _update(learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outco
     outcome.loss.backward()
     nn.utils.clip_grad_norm_(learner.parameters(), _LARGEST_GRADIENT_NORM)
     optimizer.step()
-
-
-def _save(plan: Plan, folder: Path, learner: nn.Module, optimizer: torch.optim.Optimizer, steps_done: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        "plan": repr(plan),
-        "steps_done": steps_done,
-        "learner": learner.state_dict(),
-        "optimizer": optimizer.state_dict(),
-    }
-    unfinished = folder / f"{_CHECKPOINT}.unfinished"
-    torch.save(state, unfinished)
-    os.replace(unfinished, folder / _CHECKPOINT)
-
-
-def _resume(plan: Plan, folder: Path, learner: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Load the checkpoint, if any; return how many steps are done."""
-    path = folder / _CHECKPOINT
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
-    if state["plan"] != repr(plan):
-        raise UserError(f"{path} was written with another plan. Take another folder, or that plan: {state['plan']}")
-    learner.load_state_dict(state["learner"])
-    optimizer.load_state_dict(state["optimizer"])
-    return int(state["steps_done"])
 
 
 class _Watch:

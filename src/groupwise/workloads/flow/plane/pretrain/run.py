@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +9,12 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 
-from groupwise.core.errors import UserError
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
 from groupwise.workloads.flow.plane.pretrain.plan import Plan, draw_batch
 from groupwise.workloads.flow.plane.scene import COLOURS
 from groupwise.workloads.flow.plane.words import WORDS
+from groupwise.workloads.pretraining import save_progress, take_up
 
-_CHECKPOINT = "pretraining.pt"
 _GATES = [2, 5]  # of the rows of a block's scale_shift_table
 
 
@@ -70,7 +68,7 @@ def pretrain(
     """
     transformer = build(plan)
     optimiser = torch.optim.AdamW(transformer.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    first = _resume(plan, folder, transformer, optimiser)
+    first = take_up(folder, plan, transformer, optimiser)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
     started, losses = time.monotonic(), []
     for step in range(first, last):
@@ -87,33 +85,5 @@ def pretrain(
             say(f"step {step + 1}/{plan.steps}  {minutes:.1f} min  loss {sum(losses) / len(losses):.4f}")
             losses.clear()
         if (step + 1) % checkpoint_every == 0 or step + 1 == last:
-            _save(plan, folder, transformer, optimiser, step + 1)
+            save_progress(folder, plan, transformer, optimiser, step + 1)
     return transformer.eval()
-
-
-def _save(
-    plan: Plan, folder: Path, transformer: WanTransformer3DModel, optimiser: torch.optim.Optimizer, done: int
-) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        "plan": repr(plan),
-        "steps_done": done,
-        "transformer": transformer.state_dict(),
-        "optimiser": optimiser.state_dict(),
-    }
-    unfinished = folder / f"{_CHECKPOINT}.unfinished"
-    torch.save(state, unfinished)
-    os.replace(unfinished, folder / _CHECKPOINT)
-
-
-def _resume(plan: Plan, folder: Path, transformer: WanTransformer3DModel, optimiser: torch.optim.Optimizer) -> int:
-    """Load the checkpoint, if any; return how many steps are done."""
-    path = folder / _CHECKPOINT
-    if not path.exists():
-        return 0
-    state = torch.load(path, weights_only=True)
-    if state["plan"] != repr(plan):
-        raise UserError(f"{path} was written with another plan. Take another folder, or that plan: {state['plan']}")
-    transformer.load_state_dict(state["transformer"])
-    optimiser.load_state_dict(state["optimiser"])
-    return int(state["steps_done"])
