@@ -12,7 +12,7 @@ from fakes import TinyConfig, recipe
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.train.checkpoint import read_meta, restore
-from groupwise.train.config import differing_fields, to_dict, with_values
+from groupwise.train.config import differing_fields, memory_knobs, to_dict, with_values
 from groupwise.train.evaluation import evaluate
 from groupwise.train.folder import RunFolder, read_lines
 from groupwise.train.run import set_up
@@ -301,3 +301,10 @@ def test_what_a_workload_made_anew_is_taken_from_the_checkpoint(tmp_path):
     gw.train(config_in(tmp_path / "a", steps=4, workload=Measures(), run={"resume": True}))
     two, four = (tmp_path / "a" / "checkpoints" / f"step-00000{step}" / "found.json" for step in (2, 4))
     assert two.read_bytes() == four.read_bytes()
+
+
+def test_a_knob_of_memory_that_the_user_sets_anew_counts_on_resume():
+    """What was lowered when memory ran out is then forgotten."""
+    plain = to_dict(recipe())
+    assert memory_knobs(plain) == [4, None, None, None, None]
+    assert memory_knobs({**plain, "workload": {**plain["workload"], "decode_rows": 8}})[:2] == [4, 8]

@@ -155,12 +155,22 @@ class Config:
         return self.steps * self.optimiser.updates_per_rollout
 
 
-FREE_ON_RESUME = (
-    *("steps", "rows_per_pass", "run", "recipe"),
-    *("workload.decode_rows", "workload.tokens_per_pass"),
-    *("workload.encode_rows_per_pass", "workload.eval_rows_per_pass"),
+MEMORY_KNOBS = (
+    "rows_per_pass",
+    "workload.decode_rows",
+    "workload.tokens_per_pass",
+    "workload.encode_rows_per_pass",
+    "workload.eval_rows_per_pass",
 )
+"""Fields that cut the work and change no result."""
+FREE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_KNOBS)
 """Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate falls."""
+
+
+def memory_knobs(plain: Mapping[str, Any]) -> list[Any]:
+    """Their values in a config as JSON values; None for one that its workload does not have."""
+    fields = {**plain, **{f"workload.{name}": value for name, value in plain["workload"].items()}}
+    return [fields.get(name) for name in MEMORY_KNOBS]
 
 
 def to_dict(config: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from groupwise.train.checkpoint import (
     restore,
     write_checkpoint,
 )
-from groupwise.train.config import Config, to_dict
+from groupwise.train.config import Config, memory_knobs, to_dict
 from groupwise.train.evaluation import log_evaluation
 from groupwise.train.folder import RunFolder
 from groupwise.train.loop import Step, training_steps
@@ -141,9 +141,9 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery)
 
 
 def _resume_cut(path: Path, config: Config, recovery: Recovery) -> None:
-    """Where memory ran out before, the smaller pieces stay; unless the user has set another rows_per_pass since."""
+    """Where memory ran out before, the smaller pieces stay; unless the user has set other ones since."""
     meta = read_meta(path)
-    if "cut" in meta and meta["config"]["rows_per_pass"] == config.rows_per_pass:
+    if "cut" in meta and memory_knobs(meta["config"]) == memory_knobs(to_dict(config)):
         recovery.restore(meta["cut"])
         if recovery.cut.lowered:
             held = ", ".join(f"{name} {rows}" for name, rows in recovery.cut.rows().items())
