@@ -128,3 +128,20 @@ def test_cutting_does_not_change_the_gradient():
         found.append(torch.cat([weight.grad.flatten() for weight in policy.parameters()]))
     for other in found[1:]:
         assert (other - found[0]).norm() < 1e-6 * found[0].norm()
+
+
+def test_a_model_that_turns_long_rows_otherwise_is_kept_to_short_ones():
+    """Beyond the length it was made with, longrope turns all tokens of a row anew: sampled and scored would differ."""
+    factors = SMALL["hidden_size"] // SMALL["num_attention_heads"] // 2
+    long = llama(
+        max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * factors,
+            "long_factor": [4.0] * factors,
+            "original_max_position_embeddings": 16,
+        },
+    )
+    assert make_policy(long, PolicyConfig()).longest == 16
+    assert make_policy(llama(max_position_embeddings=64), PolicyConfig()).longest == 64

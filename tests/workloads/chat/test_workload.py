@@ -153,6 +153,17 @@ def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
     assert without[0] == without[1]
 
 
+def test_a_run_does_not_go_on_with_other_questions(tmp_path):
+    """A condition is a question by its number: with one line more at the top, each would be another."""
+    config = replace(recipe(tmp_path), steps=1)
+    train(config, tmp_path / "run", preflight=False)
+    file = Path(config.workload.data.train)
+    first, *rest = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([*rest, first]))
+    with pytest.raises(UserError, match=r"another questions\.json"):
+        train(replace(config, steps=2), tmp_path / "run", resume=True, preflight=False)
+
+
 def test_knobs_of_memory_may_change_on_resume_and_others_may_not(folder):
     config = recipe(folder)
     smaller = replace(config, workload=replace(config.workload, decode_rows=3, tokens_per_pass=99))
