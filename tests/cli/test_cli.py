@@ -23,7 +23,7 @@ def run(capsys, *words):
 def test_help_and_configs_do_not_import_torch():
     program = (
         "import sys, groupwise, groupwise.cli.main, groupwise.cli.train, groupwise.cli.check, groupwise.cli.place;"
-        "import groupwise.cli.eval, groupwise.cli.measure, groupwise.cli.profile;"
+        "import groupwise.cli.eval, groupwise.cli.measure, groupwise.cli.profile, groupwise.cli.report;"
         "import groupwise.recipes, groupwise.core.shape;"
         "from groupwise import Config, LossConfig, Shape, Workload, WorkloadConfig, UserError;"
         "sys.exit('torch' in sys.modules)"
@@ -40,6 +40,7 @@ def test_help_and_configs_do_not_import_torch():
         ["eval", "--help"],
         ["measure", "--help"],
         ["profile", "--help"],
+        ["report", "--help"],
     ],
 )
 def test_help_teaches_in_under_half_a_second(words):

@@ -18,6 +18,7 @@ COMMANDS = {
     "check": "preflight alone: is the set-up sound? Trains nothing",
     "place": "show which member of which group runs where",
     "eval": "evaluate the newest checkpoint of a run",
+    "report": "one HTML page about a run, or about several side by side",
     "measure": "show where the milliseconds of an answer go, by tier and depth",
     "profile": "learn what an answer will take, before it runs",
 }
@@ -33,6 +34,7 @@ usage: groupwise COMMAND ... [--json]
   groupwise train examples/doors.py --group-size 16 --help every field, with its meaning
   groupwise train examples/doors.py --resume               go on where it stopped
   torchrun --nproc-per-node 4 -m groupwise train examples/doors.py    (or accelerate launch)
+  groupwise report runs/doors                              curves, memory, pictures and rollouts on one page
   groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
   groupwise measure mosaic                                 vision, prefill and decode, in tables and a picture
 

@@ -1,0 +1,104 @@
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from processes import groupwise
+
+from groupwise.cli.main import main
+from groupwise.report.page import render
+from groupwise.report.runs import read_run
+
+
+class Elements(HTMLParser):
+    """What a browser would fetch or run, and the text that a person would read; every element must be closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+        self.text: list[str] = []
+        self.kinds: set[str] = set()
+
+    def handle_starttag(self, tag, attrs):
+        self.kinds.add(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href", "srcset") and value]
+        if tag not in ("meta", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def read(page: str) -> Elements:
+    found = Elements()
+    found.feed(page)
+    assert not found.open
+    return found
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "doors"
+    ended = groupwise("train", "examples/doors.py", "--run-dir", str(folder), "--steps", "4")
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def test_the_page_needs_nothing_else_and_shows_every_figure(run_dir: Path):
+    found = read(render([read_run(run_dir)]))
+    assert all(address.startswith("data:image/") for address in found.fetched)
+    assert "script" not in found.kinds
+    last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    shown = {text.strip() for text in found.text}
+    for name, value in last.items():
+        if name not in ("step", "memory_bytes") and value is not None:
+            assert name in shown, name
+
+
+def test_memory_is_shown_as_measured(run_dir: Path):
+    text = " ".join(read(render([read_run(run_dir)])).text)
+    assert "peak, measured" in text
+
+
+def test_what_a_model_wrote_cannot_run_in_the_reader_s_browser(run_dir: Path):
+    run = read_run(run_dir)
+    told = {**run.samples[-1], "completion": "<script>alert(1)</script><img src=x onerror=alert(1)>"}
+    found = read(render([replace(run, name="<b>run</b>", samples=[told])]))
+    assert not {"script", "b"} & found.kinds
+    assert all(address.startswith("data:image/") for address in found.fetched)
+    assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in found.text
+
+
+def test_several_runs_share_their_axes(run_dir: Path):
+    run = read_run(run_dir)
+    page = render([run, replace(run, name="again")])
+    assert page.count("<polyline") > 1.8 * render([run]).count("<polyline")
+    assert "again" in read(page).text
+
+
+def test_the_command_writes_into_the_run_folder(run_dir: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["report", str(run_dir), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["page"] == str(run_dir / "report.html")
+    assert told["bytes"] == len((run_dir / "report.html").read_bytes())
+
+
+def test_a_folder_without_a_run_and_a_place_that_cannot_be_written_are_refused(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
+    assert main(["report", str(run_dir), "--out", str(tmp_path / "no" / "page.html")]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_within_a_line_is_shown_as_far_as_it_came(run_dir: Path, tmp_path: Path):
+    (tmp_path / "metrics.jsonl").write_text((run_dir / "metrics.jsonl").read_text() + '{"step": 4, "rew')
+    (tmp_path / "config.json").write_text("{}")
+    assert len(read_run(tmp_path).steps) == 4
+    assert read(render([read_run(tmp_path)])).kinds >= {"svg", "table"}
