@@ -7,7 +7,7 @@
     global    the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
 
 Runs of one seed take turns step by step, so that a slow spell of the machine meets all of them alike. Seconds are of
-the process's own CPU time.
+the process's own CPU time. Below the comparison: how far rewards of one group lie apart, and those of a whole step.
 
 python bench/flow.py --steps 40 --seeds 3
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import tyro
@@ -49,6 +49,8 @@ class Run:
     seconds: float = 0.0
     before: float = 0.0
     after: float = 0.0
+    spreads: list[tuple[float, float]] = field(default_factory=list)
+    """Of each step's rewards: the mean over groups of their standard deviation, and that of all of them."""
 
     def held_out(self) -> float:
         with torch.no_grad():
@@ -96,18 +98,28 @@ def _run(kind: str, steps: int, seed: int) -> Run:
         return Run(setup, lambda: _ignore(usual.epoch(next(epochs))), lambda: usual.stored_bytes)
     kept = _remember_bytes(setup)
     training = loop.training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
-    return Run(setup, lambda: _next(training, one_group=kind == "global"), lambda: kept[-1])
+    spreads: list[tuple[float, float]] = []
+    comparing = _comparing(spreads, one_group=kind == "global")
+    return Run(setup, lambda: _next(training, comparing), lambda: kept[-1], spreads=spreads)
 
 
-def _next(training: Iterator[loop.Step], *, one_group: bool) -> None:
-    """A step; with all of its rollouts in one group if so asked."""
-    loop.compare = _as_one_group if one_group else compare  # type: ignore[attr-defined]
+def _next(training: Iterator[loop.Step], comparing: Callable[..., Advantages]) -> None:
+    """A step whose rollouts are compared in this way."""
+    loop.compare = comparing  # type: ignore[attr-defined]
     next(training)
     loop.compare = compare  # type: ignore[attr-defined]
 
 
-def _as_one_group(rewards: Rewards, group_ids: torch.Tensor, config: AdvantageConfig | None = None) -> Advantages:
-    return compare(rewards, torch.zeros_like(group_ids), config)
+def _comparing(spreads: list[tuple[float, float]], *, one_group: bool) -> Callable[..., Advantages]:
+    """Group by group, or with all rollouts in one; notes how far rewards lie apart."""
+
+    def heard(rewards: Rewards, group_ids: torch.Tensor, config: AdvantageConfig | None = None) -> Advantages:
+        groups = [rewards.total[group_ids == each] for each in group_ids.unique()]
+        within = statistics.mean(group.std(correction=0).item() for group in groups)
+        spreads.append((within, rewards.total.std(correction=0).item()))
+        return compare(rewards, torch.zeros_like(group_ids) if one_group else group_ids, config)
+
+    return heard
 
 
 def _remember_bytes(setup: Setup) -> list[int]:
@@ -155,6 +167,13 @@ def _summary(found: dict[str, list[Run]], steps: int) -> None:
             cells.append(f"{runs[0].stored() / base[0].stored():.2f} x")
         table.add_row(*cells)
     _CONSOLE.print(table)
+    if base:
+        within, everyone = (
+            statistics.mean(each) for each in zip(*(s for run in base for s in run.spreads), strict=True)
+        )
+        _CONSOLE.print(
+            f"Rewards of one group lie {within:.4f} apart (standard deviation), those of a step {everyone:.4f}."
+        )
 
 
 if __name__ == "__main__":

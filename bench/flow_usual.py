@@ -15,7 +15,7 @@ from groupwise.core.placement import Rows, place
 from groupwise.train.config import Config
 from groupwise.train.run import Setup
 from groupwise.workloads.flow.judging import judge_clips, weighed
-from groupwise.workloads.flow.models.base import guided_velocity
+from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.schedule import noise_levels
 from groupwise.workloads.flow.steppers import STEPPERS, Span, drawn, log_probability, ode
 from groupwise.workloads.flow.workload import FlowWorkload
@@ -59,7 +59,7 @@ class UsualLoop:
     def _velocity(self, condition: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
         encoded = self.workload.model.encode([self.workload.task.conditions[number] for number in condition.tolist()])
         encoding = {name: torch.stack([each[name] for each in encoded]) for name in encoded[0]}
-        return guided_velocity(self.workload.model, latents, sigma, encoding, guidance=self.sampling.guidance)
+        return GuidedVelocity(self.workload.model, encoding, self.sampling.guidance)(latents, sigma)
 
     def _step(self, condition: Tensor, latents: Tensor, nth: int, *, noisy: bool = True):  # type: ignore[no-untyped-def]
         sigma, following = (self.levels[at].expand(len(latents)) for at in (nth, nth + 1))

@@ -107,7 +107,8 @@ class VideoMemory:
     """Of a frozen weight and of what the passes compute."""
     stored_bytes: int = 4
     """Of a number of the window's latents."""
-    reference: bool = False
+    branch: bool = False
+    """Members of a group share the window's first step: its graph is built once for those of a pass."""
     decode_rows: int = 1
     visitors: int = 0
     """Bytes of the text encoder or VAE while it is on the device."""
@@ -161,6 +162,11 @@ class VideoMemory:
         return job.shape.rollouts_per_rank * self._numbers * kept
 
     def _rollout(self, job: Job) -> dict[str, int]:
+    def starts(self, job: Job) -> int:
+        """Rows of a pass that the window's first step is computed for."""
+        rows = job.shape.rows_per_pass
+        return job.prompts_in(rows) if self.branch else rows
+
         rows = job.shape.rows_per_pass
         one_block = 9 * self.model.width + 2 * self.model.inner
         return {
@@ -171,7 +177,8 @@ class VideoMemory:
         }
 
     def _update(self, job: Job) -> dict[str, int]:
-        rows, steps = job.shape.rows_per_pass, self.trained_steps
+        later = job.shape.rows_per_pass * (self.trained_steps - 1)
+        rows = self.starts(job) if not later else job.shape.rows_per_pass
         block, wide = self.kept_by_block(), self.model.width * 4
         held = self.model.layers * (wide if self.checkpointing else block)
         moment = block if self.checkpointing else 0
@@ -180,7 +187,7 @@ class VideoMemory:
         ) * wide
         return {
             "latents": self._trajectory(job),
-            "activations": rows * self.tokens * (steps * held + moment),
+            "activations": self.tokens * ((self.starts(job) + later) * held + rows * moment),
         }
 
     def kept_by_block(self) -> int:

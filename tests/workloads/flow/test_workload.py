@@ -79,11 +79,42 @@ def test_members_branch_from_one_start_that_is_computed_once(monkeypatch):
     assert not torch.equal(starts[0, 0], starts[1, 0])
     ends = rollouts.data["latents"].view(2, 4, -1)
     assert not torch.equal(ends[:, 0], ends[:, 1])
-    # 3 steps before the window for 2 groups; 1 in it and 2 after it for 8 members
-    assert asked == [2] * 3 + [8] * 3
+    # 3 steps before the window and its first one for 2 groups; 2 after it for 8 members
+    assert asked == [2] * 4 + [8] * 2
+    asked.clear()
+    workload.score(rollouts)
+    assert asked == [2]
     alone = built(steps=6, branch=False, window=WindowConfig("moving", 1.0, size=1))
     apart = rolled(alone, 2, 4, step=3).data["path"][:, 0].view(2, 4, -1)
     assert not torch.equal(apart[:, 0], apart[:, 1])
+
+
+def gradient_of(workload, rollouts, strengths, rows_per_pass):
+    """Of the members' log-probabilities, each as strong as it is told, and of their divergences."""
+    workload.policy.zero_grad(set_to_none=True)
+    for rows in workload.passes(rollouts, rows_per_pass):
+        scored = workload.score(rollouts.select(rows))
+        ((scored.logp * strengths[rows, None]).sum() + 0.1 * scored.kl.sum()).backward()
+    return [weight.grad.clone() for weight in workload.policy.parameters() if weight.grad is not None]
+
+
+def test_what_siblings_share_has_the_gradient_of_each_alone():
+    workload = SmallConfig(reference=True).build(CPU)
+    rollouts = rolled(workload, 3, 4).select(torch.randperm(12, generator=torch.Generator().manual_seed(3)))
+    with torch.no_grad():
+        workload.policy.proj_out.bias.add_(0.05)  # away from the reference
+    strengths = torch.linspace(-1, 1.5, 12)
+    together, alone = (gradient_of(workload, rollouts, strengths, rows) for rows in (12, 1))
+    assert len(together) == len(alone) > 10
+    for ours, theirs in zip(together, alone, strict=True):
+        assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_siblings_are_scored_together_wherever_they_were_drawn():
+    workload = built()
+    rollouts = rolled(workload, 3, 4).select(torch.tensor([0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11]))
+    groups = [rollouts.data["group"][rows].tolist() for rows in workload.passes(rollouts, 4)]
+    assert groups == [[0] * 4, [1] * 4, [2] * 4]
 
 
 def test_the_cut_and_the_neighbours_change_nothing():

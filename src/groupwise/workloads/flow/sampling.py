@@ -1,15 +1,16 @@
 """From noise to latents: deterministic steps shared by a group, drawn steps in the window, deterministic ones after it.
 
-Only the window's latents are kept: one more than it has steps, each once.
+Only the window's latents are kept: one more than it has steps, each once. Members that branch from one start stand at
+the same place before the window's first step, so there too their velocity is computed once per group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, Self
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from groupwise.core.placement import Rows
@@ -17,10 +18,20 @@ from groupwise.core.randomness import normal
 from groupwise.workloads.flow.schedule import SamplingConfig, noise_levels, pairs, window_at
 from groupwise.workloads.flow.steppers import STEPPERS, Span, Transition, drawn, log_probability, ode
 
-Velocity = Callable[[Tensor, Tensor], Tensor]
-"""(latents, sigma of each row) -> velocity of each row."""
 _FIRST_NOISE = 0
 _EVERYONE = -1  # the member that a group's shared noise belongs to
+
+
+class Velocity(Protocol):
+    """The policy's velocity of some rows."""
+
+    def __call__(
+        self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"]
+    ) -> Float[Tensor, "rows ..."]: ...
+
+    def of(self, rows: Int64[Tensor, " some"]) -> Self:
+        """The same of these rows alone."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,8 @@ class Denoiser:
         storage = getattr(torch, self.config.storage)
         path, logp = [latents.to(storage)], []
         for nth in self.window:
-            now = path[-1].float()
-            transition = self.transition(now, velocity, torch.full((len(now),), nth))
+            now, alike = path[-1].float(), self.alike(rows.group, nth - self.window.start)
+            transition = self.transition(now, velocity, torch.full((len(now),), nth), alike=alike)
             noise = self._noise(rows, rows.member, nth + 1)
             path.append(drawn(transition, noise).to(storage))
             logp.append(log_probability(path[-1].float(), transition))
@@ -70,8 +81,21 @@ class Denoiser:
         """The deterministic steps behind the window."""
         return self._deterministic(latents, range(self.window.stop, self.config.steps), velocity)
 
-    def transition(self, latents: Tensor, velocity: Velocity, steps: Tensor) -> Transition:
-        """Where a drawn step of each row leads, under the present policy."""
+    def alike(self, group: Int64[Tensor, " rows"], nth: int) -> Int64[Tensor, " rows"] | None:
+        """Which rows still stand at one place before the window's nth step, by number; None where each has its own."""
+        return group if self.config.branch and nth == 0 else None
+
+    def transition(
+        self, latents: Tensor, velocity: Velocity, steps: Tensor, *, alike: Int64[Tensor, " rows"] | None = None
+    ) -> Transition:
+        """Where a drawn step of each row leads, under the present policy.
+
+        Rows that have a number in `alike` in common have the same latents: the policy is asked once for all of them.
+        """
+        if alike is not None:
+            first, line = first_of_each(alike)
+            once = self.transition(latents[first], velocity.of(first), steps[first])
+            return Transition(once.mean[line], once.std[line])
         levels = torch.tensor(noise_levels(self.config))
         sigma, sigma_next = levels[steps].to(latents), levels[steps + 1].to(latents)
         span = Span(sigma, sigma_next, self.config.eta, float(levels[1]))
@@ -92,3 +116,10 @@ class Denoiser:
         elements = torch.arange(torch.Size(self.shape).numel())
         keys = (rows.seed, rows.step, rows.group[:, None], member[:, None])
         return normal(*keys, decision, elements).view(len(rows), *self.shape).float().to(self.device)
+
+
+def first_of_each(numbers: Int64[Tensor, " rows"]) -> tuple[Int64[Tensor, " different"], Int64[Tensor, " rows"]]:
+    """The first row of each number, and which of them stands for each row."""
+    different, line = torch.unique(numbers, return_inverse=True)
+    first = torch.full_like(different, len(numbers))
+    return first.scatter_reduce(0, line, torch.arange(len(numbers)), "amin"), line

@@ -15,7 +15,7 @@ from groupwise.plan.parts import Job
 from groupwise.plan.trace import fake_tensors, make_fake, traced_update
 from groupwise.plan.video import VideoMemory
 from groupwise.workloads.flow.models.adapters import choose_trained
-from groupwise.workloads.flow.models.base import guided_velocity
+from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.models.camera_layers import POSE, add_camera_layers, camera_velocity
 from groupwise.workloads.flow.sampling import Denoiser
 from groupwise.workloads.flow.schedule import SamplingConfig
@@ -34,9 +34,15 @@ def transformer_like(content: Mapping[str, Any], train: TrainConfig, *, fake: bo
     return transformer
 
 
-def scored_pass(transformer: WanTransformer3DModel, memory: VideoMemory, rows: int) -> Callable[[], Tensor]:
-    """The loss of one pass: every step of the window scored, as the workload does."""
-    sampling = SamplingConfig(steps=memory.trained_steps + 2, guidance=5.0 if memory.guided else 1.0)
+def scored_pass(
+    transformer: WanTransformer3DModel, memory: VideoMemory, rows: int, groups: int | None = None
+) -> Callable[[], Tensor]:
+    """The loss of one pass: every step of the window scored, as the workload does.
+
+    The rows are of so many groups, whose members may share the window's first step; None where each has its own.
+    """
+    guidance = 5.0 if memory.guided else 1.0
+    sampling = SamplingConfig(steps=memory.trained_steps + 2, guidance=guidance, branch=memory.branch)
     shape, words = memory.latent, memory.text_tokens
     text = torch.zeros(rows, words, memory.model.text_width)
     encoding = {
@@ -49,16 +55,16 @@ def scored_pass(transformer: WanTransformer3DModel, memory: VideoMemory, rows: i
     model = SimpleNamespace(
         velocity=lambda latents, sigma, told: camera_velocity(transformer, latents, 1000 * sigma, **told).float()
     )
-
-    def velocity(latents: Tensor, sigma: Tensor) -> Tensor:
-        return guided_velocity(model, latents, sigma, encoding, guidance=sampling.guidance)
+    velocity = GuidedVelocity(model, encoding, sampling.guidance)
+    alike = torch.arange(rows) % (groups or rows)
 
     def one_pass() -> Tensor:
         denoiser = Denoiser(sampling, shape, range(0), torch.device("cpu"))
-        found = [
-            log_probability(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, torch.full((rows,), nth)))
-            for nth in range(memory.trained_steps)
-        ]
+        found = []
+        for nth in range(memory.trained_steps):
+            steps, same = torch.full((rows,), nth), denoiser.alike(alike, nth)
+            transition = denoiser.transition(path[:, nth], velocity, steps, alike=same)
+            found.append(log_probability(path[:, nth + 1], transition))
         return torch.stack(found, dim=1).exp().mean()
 
     return one_pass

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from groupwise.workloads.flow.conditions import Condition, check_condition, chec
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.encodings import Encodings
 from groupwise.workloads.flow.judging import judge_clips, judge_steps, weighed
-from groupwise.workloads.flow.models.base import guided_velocity
-from groupwise.workloads.flow.sampling import Denoiser, Velocity
+from groupwise.workloads.flow.models.base import GuidedVelocity
+from groupwise.workloads.flow.sampling import Denoiser, first_of_each
 from groupwise.workloads.flow.steppers import divergence, log_probability
 from groupwise.workloads.flow.task import FlowTask
 
@@ -55,8 +54,7 @@ class FlowWorkload(Workload):
         """Each row's latents before the window; members that branch have them in common."""
         if not self.config.sampling.branch:
             return torch.cat([self._before(denoiser, part) for part in rows.passes()])
-        _, line = torch.unique(rows.group, return_inverse=True)
-        first = torch.stack([(line == nth).nonzero()[0, 0] for nth in range(int(line.max()) + 1)])
+        first, line = first_of_each(rows.group)
         keys = (rows.group[first], rows.member[first], rows.condition[first])
         once = Rows(rows.seed, rows.step, rows.rows_per_pass, *keys)
         return torch.cat([self._before(denoiser, part) for part in once.passes()])[line]
@@ -73,7 +71,13 @@ class FlowWorkload(Workload):
             self.group_ids[rows.condition],
             drawn.logp,
             torch.ones_like(drawn.logp, dtype=torch.bool),
-            {"condition": rows.condition, "steps": steps, "path": drawn.path, "latents": latents},
+            {
+                "condition": rows.condition,
+                "group": rows.group,
+                "steps": steps,
+                "path": drawn.path,
+                "latents": latents,
+            },
         )
 
     def rewards(self, rollouts: Rollouts) -> Terms:
@@ -84,17 +88,22 @@ class FlowWorkload(Workload):
         expected = [self.decode(latents) for latents in self._expected(rollouts)]
         return judge_steps(self.task.step_rewards, conditions, expected, terms)
 
+    def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
+        """Siblings together: what they share is computed once a pass."""
+        return rollouts.data["group"].argsort(stable=True).split(rows_per_pass)
+
     def score(self, rollouts: Rollouts) -> Scored:
         data, velocity = rollouts.data, self._velocity(self.encodings, rollouts.data["condition"])
         denoiser = Denoiser(self.config.sampling, self.shape, range(0), self.device)
         logp, kl = [], []
         for nth, steps in enumerate(data["steps"].unbind(1)):
             now, following = data["path"][:, nth].float(), data["path"][:, nth + 1].float()
-            transition = denoiser.transition(now, velocity, steps)
+            alike = denoiser.alike(data["group"], nth)
+            transition = denoiser.transition(now, velocity, steps, alike=alike)
             logp.append(log_probability(following, transition))
             if self.config.reference:
                 with torch.no_grad(), self.model.reference():
-                    reference = denoiser.transition(now, velocity, steps)
+                    reference = denoiser.transition(now, velocity, steps, alike=alike)
                 kl.append(divergence(transition, reference))
         return Scored(torch.stack(logp, dim=1), kl=torch.stack(kl, dim=1) if kl else None)
 
@@ -150,10 +159,9 @@ class FlowWorkload(Workload):
     def _conditions_of(self, rollouts: Rollouts) -> list[Condition]:
         return [self.task.conditions[number] for number in rollouts.data["condition"].tolist()]
 
-    def _velocity(self, encodings: Encodings, conditions: Tensor) -> Velocity:
+    def _velocity(self, encodings: Encodings, conditions: Tensor) -> GuidedVelocity:
         """The policy's velocity of these rows, their encodings looked up once."""
-        encoding = encodings.of(conditions, self.device)
-        return partial(_ask, self.model, encoding, self.config.sampling.guidance)
+        return GuidedVelocity(self.model, encodings.of(conditions, self.device), self.config.sampling.guidance)
 
     @torch.no_grad()
     def _expected(self, rollouts: Rollouts) -> list[Tensor]:
@@ -171,7 +179,3 @@ class FlowWorkload(Workload):
             denoiser.expected(path[:, nth + 1].float(), velocity, step + 1)
             for nth, step in enumerate(rollouts.data["steps"].unbind(1))
         ]
-
-
-def _ask(model: Any, encoding: Any, guidance: float, latents: Tensor, sigma: Tensor) -> Tensor:
-    return guided_velocity(model, latents, sigma, encoding, guidance=guidance)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
 from groupwise.workloads.flow.conditions import Asked, Condition
@@ -42,16 +44,34 @@ class FlowModel(Protocol):
         ...
 
 
-def guided_velocity(
-    model: FlowModel, latents: Tensor, sigma: Tensor, encoding: Encoding, *, guidance: float
-) -> Float[Tensor, "rows ..."]:
-    """Classifier-free guidance: without + guidance x (with - without), in one pass; at guidance 1 only `with`."""
-    told = {name: column for name, column in encoding.items() if not name.startswith(UNPROMPTED)}
-    if guidance == 1:
-        return model.velocity(latents, sigma, told)
-    instead = {
-        name.removeprefix(UNPROMPTED): column for name, column in encoding.items() if name.startswith(UNPROMPTED)
-    }
-    both = {name: torch.cat([column, instead.get(name, column)]) for name, column in told.items()}
-    given, without = model.velocity(latents.repeat(2, *[1] * (latents.ndim - 1)), sigma.repeat(2), both).chunk(2)
-    return without + guidance * (given - without)
+@dataclass(frozen=True)
+class GuidedVelocity:
+    """The policy's velocity of some rows, under classifier-free guidance: without + guidance x (with - without).
+
+    Both come from one pass; at guidance 1 the model is only asked with the prompt.
+    """
+
+    model: FlowModel
+    encoding: Encoding
+    """What is known of each row's condition, with and without its prompt."""
+    guidance: float = 1.0
+
+    def __call__(self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"]) -> Float[Tensor, "rows ..."]:
+        if self.guidance == 1:
+            return self.model.velocity(latents, sigma, self._told)
+        twice = latents.repeat(2, *[1] * (latents.ndim - 1))
+        given, without = self.model.velocity(twice, sigma.repeat(2), self._told).chunk(2)
+        return without + self.guidance * (given - without)
+
+    def of(self, rows: Int64[Tensor, " some"]) -> GuidedVelocity:
+        """The same of these rows alone, in this order."""
+        return replace(self, encoding={name: column[rows] for name, column in self.encoding.items()})
+
+    @cached_property
+    def _told(self) -> Encoding:
+        """What the model is told in every step: put together once."""
+        told = {name: column for name, column in self.encoding.items() if not name.startswith(UNPROMPTED)}
+        if self.guidance == 1:
+            return told
+        instead = {name: self.encoding.get(f"{UNPROMPTED}{name}", column) for name, column in told.items()}
+        return {name: torch.cat([column, instead[name]]) for name, column in told.items()}
