@@ -6,6 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+def own_name(stage: str) -> str:
+    """What a workload's own number for a stage is called; reward_rows are those that rewards() gets in one call."""
+    return "rows_per_reward_pass" if stage == "reward" else f"{stage}_rows"
+
+
 @dataclass
 class Cut:
     """Rows that are taken at a time. Begins as configured; lowered when memory runs out, on all ranks alike."""
@@ -24,6 +29,6 @@ class Cut:
 
     def rows(self) -> dict[str, int]:
         """The numbers in force, by the names they are shown under."""
-        own = {f"{stage}_rows": rows for stage, rows in self.stage_rows.items()}
+        own = {own_name(stage): rows for stage, rows in self.stage_rows.items()}
         judged = {"reward_rows": self.reward_rows} if self.reward_rows else {}
         return {"rows_per_pass": self.rows_per_pass, **judged, **own}

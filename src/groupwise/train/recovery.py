@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.shape import Shape, largest_fitting_rows
-from groupwise.train.cut import Cut
+from groupwise.train.cut import Cut, own_name
 from groupwise.workloads.base import Workload
 
 P = ParamSpec("P")
@@ -96,14 +96,17 @@ class Recovery:
 
     def _knob(self, stage: Stage) -> str:
         """The workload's own number for this stage where it has one that can still be lowered, else the run's."""
-        own = f"{stage}_rows"
-        if self.workload.stage_rows.get(stage, 0) > 1 or stage == "reward":
-            return own
-        return "rows_per_pass"
+        if self.workload.stage_rows.get(stage, 0) > 1:
+            return own_name(stage)
+        return "reward_rows" if stage == "reward" else "rows_per_pass"
+
+    def _own(self, name: str) -> str | None:
+        """The stage whose number of the workload's own is called so."""
+        return next((stage for stage in self.workload.stage_rows if own_name(stage) == name), None)
 
     def _rows(self, name: str) -> int:
-        stage = name.removesuffix("_rows")
-        if stage in self.workload.stage_rows:
+        stage = self._own(name)
+        if stage is not None:
             return self.workload.stage_rows[stage]
         if name == "reward_rows":
             return self.cut.reward_rows or self.shape.rollouts_per_rank
@@ -113,15 +116,15 @@ class Recovery:
         rows = self._rows(name)
         if name == "rows_per_pass":
             return largest_fitting_rows(self.shape, rows // 2)
-        if name == "reward_rows" and "reward" not in self.workload.stage_rows:
+        if name == "reward_rows":
             # A reward may compare siblings: what a rank has of a group is judged together, however few rows are asked.
             return rows // 2 or None
         # a cap above what a rank has cuts nothing: half of that would be tried in vain
         return min(rows, self.shape.rollouts_per_rank) // 2 or None
 
     def _set(self, name: str, rows: int) -> None:
-        stage = name.removesuffix("_rows")
-        if stage in self.workload.stage_rows:
+        stage = self._own(name)
+        if stage is not None:
             self.workload.stage_rows = {**self.workload.stage_rows, stage: rows}
             self.cut.stage_rows = {**self.cut.stage_rows, stage: rows}
         elif name == "reward_rows":

@@ -29,7 +29,8 @@ class Workload(Protocol):
     """Size of the dataset."""
     stage_rows: Mapping[str, int] = {}
     """Rows taken at a time in a stage ('rollout', 'reward', 'update') for which the workload has a knob of its own,
-    such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out there."""
+    such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out there, down to
+    1; after that fewer groups come to `rewards`, or fewer rows a pass to the others."""
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Try each row's condition once, without gradient, taking random numbers from `rows` only.

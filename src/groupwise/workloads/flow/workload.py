@@ -37,6 +37,7 @@ class FlowWorkload(Workload):
         self.conditions = len(task.conditions)
         self.group_ids = ids_of(task.conditions)
         keep = {"remembered": config.remembered_conditions, "rows_per_pass": config.encode_rows_per_pass}
+        self.stage_rows = {"reward": config.encode_rows_per_pass}
         self.encodings = Encodings(self.model, task.conditions, **keep)
         self.held_out_encodings = Encodings(self.model, task.held_out, **keep)
 
@@ -140,7 +141,7 @@ class FlowWorkload(Workload):
         return torch.cat(clips)
 
     def decode(self, latents: Tensor) -> Tensor:
-        return torch.cat([self.model.decode(part) for part in latents.split(self.config.encode_rows_per_pass)])
+        return torch.cat([self.model.decode(part) for part in latents.split(self.stage_rows["reward"])])
 
     def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         return [
@@ -169,7 +170,7 @@ class FlowWorkload(Workload):
         denoiser = Denoiser(self.config.sampling, self.shape, range(0), self.device)
         parts = [
             self._expected_of(denoiser, rollouts.select(rows))
-            for rows in torch.arange(len(rollouts)).split(self.config.eval_rows_per_pass)
+            for rows in torch.arange(len(rollouts)).split(self.stage_rows["reward"])
         ]
         return [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
