@@ -324,3 +324,5 @@ def test_clips_are_read_from_gifs_and_folders_alike(tmp_path):
     assert pictures[0, :, 0, 0].tolist() == pytest.approx([-1, 40 / 127.5 - 1, 80 / 127.5 - 1])
     assert movie.shape == (3, 3, 4, 4)
     assert movie[2].min() > 0.98
+        ('{"prompt": "", "video": "clip.mp4"}', r"clip\.mp4 cannot be read .*ffmpeg -i clip\.mp4 clip/%05d\.png"),
+    (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x20ftypisom")

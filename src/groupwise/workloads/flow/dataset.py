@@ -1,7 +1,7 @@
 """Conditions from disk: a JSONL file, a line each: {"prompt": "...", "video": "clip.gif", "camera": "path.npy"}.
 
-`video` is a file (.npy, .gif, .mp4 or whatever imageio reads) or a folder of pictures in order of name; `camera` is a
-.npy or .json file of [frames, 12] or [frames, 3, 4], or the numbers themselves. Both are relative to the JSONL file.
+`video` is a .npy file of bytes, a .gif, or a folder of pictures in order of name; `camera` is a .npy or .json file of
+[frames, 12] or [frames, 3, 4], or the numbers themselves. Both are relative to the JSONL file.
 """
 
 from __future__ import annotations
@@ -88,21 +88,21 @@ def read_clip(path: Path, *, size: tuple[int, int] | None = None) -> Float[Tenso
 
 def _frames(path: Path) -> np.ndarray[Any, Any]:
     """[frames, height, width, 3] bytes."""
-    from diffusers.utils import load_video
-    from PIL import Image
+    from PIL import Image, ImageSequence
 
     try:
         if path.is_dir():
-            pictures = [Image.open(each) for each in sorted(path.iterdir())]
+            pictures: list[Image.Image] = [Image.open(each) for each in sorted(path.iterdir())]
         elif path.suffix == ".npy":
             found: np.ndarray[Any, Any] = np.load(path)
             if found.dtype != np.uint8:
                 raise ValueError(f"its numbers are {found.dtype}, not bytes from 0 to 255")
             return found
         else:
-            pictures = load_video(str(path))
+            pictures = ImageSequence.all_frames(Image.open(path))
         return np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"The video {path} cannot be read ({error}). Write it as .gif, .npy or a folder of pictures."
+            f"The video {path} cannot be read ({error}). Write it as a folder of pictures (ffmpeg -i clip.mp4"
+            " clip/%05d.png), .gif or .npy."
         ) from error
