@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from groupwise.train.folder import read_lines
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {
@@ -28,6 +32,22 @@ def groupwise(*words: object, seconds: float = 120) -> subprocess.CompletedProce
 def start(*words: object) -> subprocess.Popen[str]:
     """Start the command line and leave it running."""
     return subprocess.Popen(command(*words), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[str], *, seconds: float = 60) -> None:
+    """Until the run has logged so many steps."""
+    deadline = time.monotonic() + seconds
+    while len(read_lines(folder / "metrics.jsonl")) < steps:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.005)
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """Kill -9: it has no time to put anything right."""
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    assert process.returncode == -signal.SIGKILL
 
 
 def command(*words: object) -> list[str]:

@@ -4,7 +4,7 @@ import signal
 import time
 
 import pytest
-from processes import groupwise, start
+from processes import groupwise, kill, start, wait_for_steps
 
 from groupwise.train.folder import read_lines
 
@@ -19,15 +19,6 @@ def result_of(folder):
     ]
     newest = folder / "checkpoints" / "step-000014"
     return steps, [(newest / name).read_bytes() for name in FILES]
-
-
-def wait_for_steps(folder, steps, process):
-    """Until the run has logged so many steps."""
-    deadline = time.monotonic() + 60
-    while len(read_lines(folder / "metrics.jsonl")) < steps:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "the run does not get on"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -45,9 +36,7 @@ def test_killed_in_mid_step_and_while_writing_then_resumed(tmp_path, unbroken):
         process = start(*words)
         wait_for_steps(tmp_path, steps, process)
         time.sleep(delay)
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=30)
-        assert process.returncode == -signal.SIGKILL
+        kill(process)
     ended = groupwise(*words)
     assert ended.returncode == 0, ended.stderr
     assert result_of(tmp_path) == unbroken

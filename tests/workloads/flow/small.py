@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from groupwise.workloads.flow.plane.model import PlaneModel
 from groupwise.workloads.flow.plane.task import plane_conditions
 from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.task import FlowTask
+from groupwise.workloads.judge import RewardFunction
 
 CPU = torch.device("cpu")
 
@@ -53,11 +55,21 @@ def steadiness(prompts: list[str], completions: list[Tensor], cameras: list[Tens
     return [-float(clip.diff(dim=1).abs().mean() / move) for clip, move in zip(completions, moves, strict=True)]
 
 
+def slowly(reward: RewardFunction, seconds: float) -> RewardFunction:
+    def judged(*words: Any, **columns: Any) -> Any:
+        time.sleep(seconds)
+        return reward(*words, **columns)
+
+    return judged
+
+
 @dataclass(frozen=True)
 class SmallConfig(FlowConfig):
     sampling: SamplingConfig = field(
         default_factory=lambda: SamplingConfig(steps=4, window=WindowConfig("moving", 1.0))
     )
+    reward_s: float = 0.0
+    """What the judge takes for a step, so that a run can be killed in it."""
     step_rewards: bool = False
     """Judge the warmth that is expected after each step, too."""
 
@@ -66,7 +78,7 @@ class SmallConfig(FlowConfig):
             model=PlaneModel(transformer().to(device)),
             conditions=plane_conditions(torch.arange(16)),
             held_out=plane_conditions(torch.arange(100, 104)),
-            rewards={"warmth": warmth, "steadiness": steadiness},
+            rewards={"warmth": slowly(warmth, self.reward_s), "steadiness": steadiness},
             step_rewards={"expected warmth": warmth} if self.step_rewards else {},
             weights={"warmth": 1.0, "steadiness": 1.0},
         )
@@ -83,3 +95,9 @@ def recipe() -> gw.Config:
         optimiser=gw.OptimiserConfig(learning_rate=3e-3, ema_decay=0.5),
         run=gw.RunConfig(checkpoint_every=2),
     )
+
+
+def slow_recipe() -> gw.Config:
+    """Ten steps of which each waits for its judge."""
+    config, run = recipe(), gw.RunConfig(checkpoint_every=2, preflight=False)
+    return replace(config, workload=SmallConfig(reference=True, reward_s=0.1), steps=10, run=run)
