@@ -23,6 +23,7 @@ RECIPES: dict[str, str] = {
     "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
     "flow": "groupwise.recipes.flow:recipe",
     "flow-recam": "groupwise.recipes.flow_recam:recipe",
+    "flow-sd3": "groupwise.recipes.flow_sd3:recipe",
 }
 """Built-in recipes: name to `module:function`."""
 

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.placement import Rows
+from groupwise.recipes import load_recipe
 from groupwise.train.folder import read_lines
 from groupwise.workloads.flow.cameras import poses_of
 from groupwise.workloads.flow.conditions import Condition
@@ -226,20 +227,23 @@ def test_conditions_with_one_prompt_and_several_cameras_are_several_groups(wan, 
     assert_close(conditions[3].camera[0], torch.eye(3, 4).flatten())
 
 
-def test_sd3_makes_pictures_from_prompts(tmp_path):
-    folder = sd3_folder(tmp_path / "sd3")
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog by the sea"}\n')
-    config = Sd3Config(
-        SamplingConfig(steps=3, guidance=3.0, window=WindowConfig("moving", 1.0, size=1)),
-        pipeline=folder,
-        data=tmp_path / "prompts.jsonl",
-        rewards=("warmth=workloads.flow.small:warmth",),
-        height=16,
-        width=16,
-        dtype="float32",
-        train=LORA,
-        reference=True,
-    )
+@pytest.fixture(scope="module")
+def sd3(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sd3")
+    sd3_folder(folder / "pipeline")
+    (folder / "prompts.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog by the sea"}\n')
+    return folder
+
+
+def pictures(sd3, **settings):
+    defaults = {"pipeline": sd3 / "pipeline", "data": sd3 / "prompts.jsonl", "train": LORA, "reference": True}
+    sizes = {"height": 16, "width": 16, "dtype": "float32"}
+    sampling = SamplingConfig(steps=3, guidance=3.0, window=WindowConfig("moving", 1.0, size=1))
+    return Sd3Config(sampling, rewards=("warmth=workloads.flow.small:warmth",), **{**defaults, **sizes, **settings})
+
+
+def test_sd3_makes_pictures_from_prompts(sd3):
+    config = pictures(sd3)
     workload = config.build(CPU)
     assert workload.shape == (4, 8, 8)
     with torch.no_grad():
@@ -254,6 +258,52 @@ def test_sd3_makes_pictures_from_prompts(tmp_path):
     assert any(weight.grad is not None and weight.grad.any() for weight in workload.policy.parameters())
     with pytest.raises(gw.UserError, match=r"workload\.width is 17"):
         replace(config, width=17).build(CPU)
+
+
+def test_the_recipe_for_pictures_trains_a_pipeline_folder(sd3, tmp_path):
+    """As `groupwise train flow-sd3` does it, with fewer prompts, members and steps."""
+    config = load_recipe("flow-sd3")
+    assert config.shape(conditions=1000, ranks=8).passes == 4
+    workload = replace(config.workload, sampling=replace(config.workload.sampling, steps=4))
+    for name in ("pipeline", "data", "rewards", "height", "width", "dtype", "train"):
+        workload = replace(workload, **{name: getattr(pictures(sd3), name)})
+    run = gw.RunConfig(run_dir=tmp_path, preflight=False)
+    shape = {"conditions_per_step": 2, "group_size": 4, "rows_per_pass": 4, "steps": 2}
+    gw.train(replace(config, workload=workload, run=run, **shape))
+    first, second = read_lines(tmp_path / "metrics.jsonl")
+    assert first["ratio_max"] == first["ratio_min"] == 1
+    assert first["kl"] == 0
+    assert second["kl"] > 0
+    assert second["trained_rollouts"] == 8
+
+
+@pytest.mark.parametrize("kind", ["wan", "sd3"])
+def test_gradient_checkpointing_computes_blocks_again_and_has_the_same_gradient(request, data, kind):
+    folder = request.getfixturevalue(kind)
+    config = recam(folder, data) if kind == "wan" else pictures(folder)
+    numbers = torch.tensor([0, 0, 1, 1])
+    rows = Rows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers)
+    gradients, passes = [], []
+    for switched in (False, True):
+        workload = replace(config, gradient_checkpointing=switched).build(CPU)
+        blocks = workload.policy.blocks if kind == "wan" else workload.policy.transformer_blocks
+        for name, weight in workload.policy.named_parameters():
+            if "lora_B" in name:  # zero at first: the other half would have no gradient
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        with torch.no_grad():
+            rollouts = workload.rollout(rows)
+        seen = []
+        blocks[-1].register_forward_pre_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        scored = workload.score(rollouts)
+        assert torch.equal(scored.logp, rollouts.logp)
+        (scored.logp.sum() + scored.kl.sum()).backward()
+        passes.append(sum(seen))
+        gradients.append({name: w.grad for name, w in workload.policy.named_parameters() if w.requires_grad})
+    assert passes == [1, 2]  # and one of the reference, without gradient
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any(gradient.abs().max() > 0 for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-9)
 
 
 BAD = [
@@ -288,6 +338,7 @@ def test_other_folders_are_refused(wan, data, tmp_path):
         ("{", "is not JSON"),
         ('{"video": "clip.npy"}', "has no prompt"),
         ('{"prompt": "", "video": "nowhere.gif"}', "There is no video"),
+        ('{"prompt": "", "video": "clip.mp4"}', r"clip\.mp4 cannot be read .*ffmpeg -i clip\.mp4 clip/%05d\.png"),
         ('{"prompt": "", "camera": "nowhere.npy"}', "cannot be read"),
         ('{"prompt": "", "camera": [[1, 2], [3]]}', "cannot be read"),
         ("", "holds no condition"),
@@ -295,6 +346,7 @@ def test_other_folders_are_refused(wan, data, tmp_path):
 )
 def test_lines_that_are_no_conditions_are_refused(tmp_path, line, said):
     (tmp_path / "lines.jsonl").write_text(line + "\n")
+    (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x20ftypisom")
     with pytest.raises(gw.UserError, match=said):
         read_conditions(tmp_path / "lines.jsonl")
 
@@ -324,5 +376,3 @@ def test_clips_are_read_from_gifs_and_folders_alike(tmp_path):
     assert pictures[0, :, 0, 0].tolist() == pytest.approx([-1, 40 / 127.5 - 1, 80 / 127.5 - 1])
     assert movie.shape == (3, 3, 4, 4)
     assert movie[2].min() > 0.98
-        ('{"prompt": "", "video": "clip.mp4"}', r"clip\.mp4 cannot be read .*ffmpeg -i clip\.mp4 clip/%05d\.png"),
-    (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x20ftypisom")

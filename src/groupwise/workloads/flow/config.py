@@ -23,10 +23,13 @@ class FlowConfig(WorkloadConfig):
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reference: bool = False
     """Score under the first policy too, which costs a second pass: needed where loss.kl is above 0."""
+    gradient_checkpointing: bool = False
+    """Keep only the blocks' inputs for the backward pass and compute the rest again: less memory, the same result."""
     remembered_conditions: int = 1024
     """Conditions whose encodings are kept in memory; the oldest are computed again when needed."""
     encode_rows_per_pass: int = 4
-    """Conditions that are encoded together, and clips that are decoded together. A memory knob."""
+    """Conditions that are encoded together, and clips that are decoded together. A memory knob: halved when memory
+    runs out there."""
     eval_rows_per_pass: int = 8
     """Held-out clips that are generated together. A memory knob."""
     eval_seed: int = 0

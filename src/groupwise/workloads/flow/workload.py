@@ -16,6 +16,7 @@ from groupwise.workloads.flow.conditions import Condition, check_condition, chec
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.encodings import Encodings
 from groupwise.workloads.flow.judging import judge_clips, judge_steps, weighed
+from groupwise.workloads.flow.models.adapters import keep_block_inputs_only
 from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.sampling import Denoiser, first_of_each
 from groupwise.workloads.flow.steppers import divergence, log_probability
@@ -38,6 +39,8 @@ class FlowWorkload(Workload):
         self.group_ids = ids_of(task.conditions)
         keep = {"remembered": config.remembered_conditions, "rows_per_pass": config.encode_rows_per_pass}
         self.stage_rows = {"reward": config.encode_rows_per_pass}
+        if config.gradient_checkpointing:
+            keep_block_inputs_only(self.policy)
         self.encodings = Encodings(self.model, task.conditions, **keep)
         self.held_out_encodings = Encodings(self.model, task.held_out, **keep)
 

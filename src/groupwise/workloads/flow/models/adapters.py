@@ -11,6 +11,7 @@ from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.training_utils import cast_training_params
 from peft import LoraConfig
+from torch import nn
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.models.camera_layers import camera_weights
@@ -39,6 +40,16 @@ def choose_trained(transformer: ModelMixin, config: TrainConfig) -> Reference:
         for weight in found.values():
             weight.requires_grad_(True)
     return FirstWeights(transformer).lent
+
+
+def keep_block_inputs_only(transformer: nn.Module) -> None:
+    """Gradient checkpointing, as diffusers has it: blocks are computed again on the way back."""
+    if not isinstance(transformer, ModelMixin):
+        raise UserError(
+            f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"
+            " own classes can do it. Switch it off."
+        )
+    transformer.enable_gradient_checkpointing()
 
 
 def _add_lora(transformer: Any, config: TrainConfig) -> Reference:

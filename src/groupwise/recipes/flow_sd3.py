@@ -1,0 +1,30 @@
+"""Pictures by Stable Diffusion 3, for 8 NPUs or GPUs: each prompt 16 times, an adapter is trained.
+
+torchrun --nproc-per-node 8 -m groupwise train flow-sd3 --workload.pipeline FOLDER --workload.data PROMPTS.jsonl \
+  --workload.rewards aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text
+"""
+
+from __future__ import annotations
+
+from groupwise.core.config import AdvantageConfig, LossConfig
+from groupwise.train.config import Config, OptimiserConfig
+from groupwise.workloads.flow.pipelines import Sd3Config
+from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
+
+
+def recipe() -> Config:
+    return Config(
+        Sd3Config(
+            SamplingConfig(
+                steps=10, shift=3.0, eta=0.7, guidance=4.5, storage="bfloat16", window=WindowConfig("moving", size=2)
+            ),
+            reference=True,
+        ),
+        steps=500,
+        conditions_per_step=16,
+        group_size=16,
+        rows_per_pass=8,  # 16 prompts x 16 members = 256 rollouts = 8 ranks x 4 passes x 8 rows; groups stay whole
+        advantage=AdvantageConfig(clip=5.0),
+        loss=LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),
+        optimiser=OptimiserConfig(learning_rate=1e-4, ema_decay=0.95),
+    )
