@@ -105,8 +105,12 @@ def test_trace_truth_and_arithmetic_of_an_update_agree(name):
     assert sum(planned.stages(JOB).update.values()) == pytest.approx(truth, rel=0.10)
 
 
-@pytest.mark.parametrize("part", ["all", "lora"])
-def test_a_video_models_update(part):
+CLIPS = [("all", 1, {}), ("lora", 1, {}), ("all", 2, {"branch": True}), ("lora", 2, {"branch": True})]
+CLIPS += [("all", 2, {"checkpointing": True}), ("lora", 1, {"checkpointing": True, "branch": True})]
+
+
+@pytest.mark.parametrize(("part", "steps", "fields"), CLIPS)
+def test_a_video_models_update(part, steps, fields):
     from groupwise.workloads.flow.trace import scored_pass as scored_clips
     from groupwise.workloads.flow.trace import transformer_like
     from groupwise.workloads.flow.training_parts import TrainConfig
@@ -114,14 +118,26 @@ def test_a_video_models_update(part):
     sizes = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
     sizes |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32}
     rank = 4 if part == "lora" else None
-    memory = VideoMemory(video_model(sizes), (4, 4, 16, 16), 1, text_tokens=8, lora_rank=rank)
-    transformer = transformer_like(sizes, TrainConfig(part=part, lora_rank=4))
+    memory = VideoMemory(video_model(sizes), (4, 4, 16, 16), steps, text_tokens=8, lora_rank=rank, **fields)
+    transformer = transformer_like(sizes, TrainConfig(part=part, lora_rank=4), checkpointing=memory.checkpointing)
     numbers = sum(weight.numel() for weight in transformer.parameters())
     assert numbers == memory.model.parameters + (memory.model.adapter_numbers(4) if rank else 0)
-    one = scored_clips(transformer, memory, 2)
     job = Job(Shape(10**6, 2, 2, 1, 2, "whole"), all_at_once=False)
+    assert memory.starts(job) == (1 if memory.branch else 2)
+    one = scored_clips(transformer, memory, 2, memory.starts(job))
     planned = sum(memory.stages(job).update.values())
     assert planned == pytest.approx(traced_update(transformer, [one, one]), rel=0.10)
+
+
+def test_finished_clips_are_not_counted_on_the_device():
+    """They wait in the host's memory: more rollouts change nothing, more clips decoded at a time do."""
+    sizes = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
+    sizes |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "text_dim": 16}
+    for conditions, rows, expected in ((2, 1, 2 * 1000 * 2), (8, 1, 2 * 1000 * 2), (8, 4, 4 * 2 * 1000 * 2)):
+        memory = VideoMemory(video_model(sizes), (4, 4, 16, 16), 1, pixels=1000, number_bytes=2, decode_rows=rows)
+        job = Job(Shape(10**6, conditions, 2, 1, 2, "whole"))
+        # the decoder's clips and the same within -1..1, in bfloat16
+        assert memory.stages(job).rollout["decoded frames"] == expected
 
 
 def test_a_controllers_network_and_its_frozen_model_are_counted_exactly():

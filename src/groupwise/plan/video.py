@@ -110,6 +110,7 @@ class VideoMemory:
     branch: bool = False
     """Members of a group share the window's first step: its graph is built once for those of a pass."""
     decode_rows: int = 1
+    """Clips decoded at a time. Finished ones wait in the host's memory for their rewards, not on the device."""
     visitors: int = 0
     """Bytes of the text encoder or VAE while it is on the device."""
     checkpointing: bool = False
@@ -161,18 +162,18 @@ class VideoMemory:
         kept = (self.trained_steps + 1) * self.stored_bytes + 4
         return job.shape.rollouts_per_rank * self._numbers * kept
 
-    def _rollout(self, job: Job) -> dict[str, int]:
     def starts(self, job: Job) -> int:
         """Rows of a pass that the window's first step is computed for."""
         rows = job.shape.rows_per_pass
         return job.prompts_in(rows) if self.branch else rows
 
+    def _rollout(self, job: Job) -> dict[str, int]:
         rows = job.shape.rows_per_pass
         one_block = 9 * self.model.width + 2 * self.model.inner
         return {
             "latents": self._trajectory(job),
             "activations": rows * self.tokens * one_block * self.number_bytes,
-            "decoded frames": job.shape.rollouts_per_rank * self.pixels * 4,
+            "decoded frames": 2 * min(self.decode_rows, job.shape.rollouts_per_rank) * self.pixels * self.number_bytes,
             "text encoder or VAE": self.visitors,
         }
 
@@ -200,6 +201,9 @@ class VideoMemory:
     def smaller(self) -> list[tuple[str, VideoMemory, bool]]:
         found: list[tuple[str, VideoMemory, bool]] = []
         now = self
+        if not now.checkpointing:
+            now = replace(now, checkpointing=True)
+            found.append(("gradient_checkpointing on (a third more time in training)", now, False))
         if now.trained_steps > 1:
             now = replace(now, trained_steps=1)
             found.append(("window.size 1: one trained step", now, True))

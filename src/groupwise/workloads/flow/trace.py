@@ -23,12 +23,16 @@ from groupwise.workloads.flow.steppers import log_probability
 from groupwise.workloads.flow.training_parts import TrainConfig
 
 
-def transformer_like(content: Mapping[str, Any], train: TrainConfig, *, fake: bool = True) -> WanTransformer3DModel:
+def transformer_like(
+    content: Mapping[str, Any], train: TrainConfig, *, checkpointing: bool = False, fake: bool = True
+) -> WanTransformer3DModel:
     """A Wan transformer with camera layers by its config alone: without memory, or with random weights."""
     with fake_tensors() if fake else nullcontext() as mode:
         transformer = WanTransformer3DModel.from_config(dict(content)).eval()
     add_camera_layers(transformer)
     choose_trained(transformer, train)
+    if checkpointing:
+        transformer.enable_gradient_checkpointing()
     if mode is not None:
         make_fake(transformer, mode)
     return transformer
@@ -72,6 +76,6 @@ def scored_pass(
 
 def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: VideoMemory, job: Job) -> dict[str, int]:
     """Highest bytes of the update, of a transformer in float32."""
-    transformer = transformer_like(content, train)
-    one = scored_pass(transformer, memory, job.shape.rows_per_pass)
+    transformer = transformer_like(content, train, checkpointing=memory.checkpointing)
+    one = scored_pass(transformer, memory, job.shape.rows_per_pass, memory.starts(job))
     return {"update": traced_update(transformer, [one] * min(2, job.shape.passes))}

@@ -76,7 +76,7 @@ class Sd3Model:
         with visiting(self.device, vae):
             scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
             pictures = vae.decode(scaled.to(vae.dtype)).sample
-        return pictures.float().clamp(-1, 1).cpu()
+        return pictures.clamp(-1, 1).cpu().float()
 
     def reference(self) -> AbstractContextManager[None]:
         return self._first()

@@ -94,7 +94,7 @@ class WanCameraModel:
         mean, std = (each.to(latents) for each in self._scale)
         with visiting(self.device, self.pipeline.vae):
             clips = self.pipeline.vae.decode((latents * std + mean).to(self.pipeline.vae.dtype)).sample
-        return clips.float().clamp(-1, 1).cpu()
+        return clips.clamp(-1, 1).cpu().float()
 
     def reference(self) -> AbstractContextManager[None]:
         return self._first()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,9 +48,11 @@ class PlaneConfig(FlowConfig):
             read_video_model(self._folder),
             CLIP,
             len(window_at(self.sampling, 0)),
-            pixels=prod(CLIP),
             text_tokens=PROMPT_WORDS,
             guided=self.sampling.guidance != 1,
+            branch=self.sampling.branch,
+            decode_rows=self.encode_rows_per_pass,
+            checkpointing=self.gradient_checkpointing,
             stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
         )
 
