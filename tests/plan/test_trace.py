@@ -79,7 +79,7 @@ def test_trace_truth_and_arithmetic_of_an_update_agree(name):
         copy = policy._reference[0]
         more = tuple(copy.parameters()) if copy is not None else ()
         one = scored_pass(policy, **lengths)
-        found[fake] = traced_update(policy, [one, one], more=more)
+        found[fake] = traced_update(policy, one, more=more)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
     optimiser = torch.optim.AdamW(trained)
 
@@ -126,7 +126,7 @@ def test_a_video_models_update(part, steps, fields):
     assert memory.starts(job) == (1 if memory.branch else 2)
     one = scored_clips(transformer, memory, 2, memory.starts(job))
     planned = sum(memory.stages(job).update.values())
-    assert planned == pytest.approx(traced_update(transformer, [one, one]), rel=0.10)
+    assert planned == pytest.approx(traced_update(transformer, one), rel=0.10)
 
 
 def test_finished_clips_are_not_counted_on_the_device():

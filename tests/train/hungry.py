@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from fakes import TinyConfig, TinyWorkload, recipe
+from fakes import CONDITIONS, TinyConfig, TinyWorkload, recipe
 
 import groupwise as gw
 from groupwise.core.types import concatenate
@@ -55,6 +55,9 @@ class HungryWorkload(TinyWorkload):
         self.step = -1
         if config.own_rows:
             self.stage_rows = {"rollout": config.own_rows}
+        if config.stage == "evaluation":
+            self.stage_rows = {"evaluation": 16}
+        self.shrinkable = {"length": 8}
         if config.stage == "optimiser":
             # 32 MiB of weight and as much of gradient fit into what is left, AdamW's moments and results do not
             self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(4 << 20, dtype=torch.float64)))
@@ -73,7 +76,8 @@ class HungryWorkload(TinyWorkload):
             eat(len(rows))
         if self.hungry("hopeless"):
             eat(8)
-        return super().rollout(rows)
+        found, length = super().rollout(rows), torch.full((len(rows),), self.shrinkable["length"])
+        return replace(found, data={**found.data, "length": length})
 
     def rewards(self, rollouts: gw.Rollouts) -> gw.Terms:
         if self.hungry("rewards"):
@@ -87,14 +91,25 @@ class HungryWorkload(TinyWorkload):
         scored = super().score(rollouts)
         if self.hungry("forward"):
             eat(len(rollouts))
+        if self.hungry("length"):
+            eat(self.shrinkable["length"])
         if self.hungry("backward"):
             scored = replace(scored, logp=EatsInBackward.apply(scored.logp))
         if self.config.stage == "optimiser":
             scored = replace(scored, logp=scored.logp + self.policy.ballast[:1])
         return scored
 
+    def evaluate(self) -> dict[str, float]:
+        if self.hungry("evaluation at once"):
+            eat(8)
+        if self.hungry("evaluation"):
+            for part in torch.arange(CONDITIONS).split(self.stage_rows["evaluation"]):
+                eat(len(part))
+        return super().evaluate()
+
     def describe(self, rollouts: gw.Rollouts) -> list[dict]:
-        return [{"choices": choices.tolist()} for choices in rollouts.data["choices"]]
+        columns = zip(rollouts.data["choices"].tolist(), rollouts.data["length"].tolist(), strict=True)
+        return [{"choices": choices, "length": length} for choices, length in columns]
 
 
 @dataclass(frozen=True)
@@ -110,7 +125,7 @@ class HungryConfig(TinyConfig):
 def config_for(stage: str, folder: Path, **changes) -> gw.Config:
     base = recipe()
     run = replace(base.run, run_dir=folder, samples_per_step=32, **changes.pop("run", {}))
-    optimiser = replace(base.optimiser, ema_decay=None)
+    optimiser = replace(changes.pop("optimiser", base.optimiser), ema_decay=None)
     workload = HungryConfig(stage=stage, **changes.pop("workload", {}))
     return replace(base, workload=workload, run=run, rows_per_pass=8, optimiser=optimiser, **changes)
 
@@ -134,6 +149,15 @@ def runs(folder: Path) -> dict[str, gw.Config]:
     found["resumed"] = config_for("backward", folder / "late", workload=late, run=quiet | {"resume": True}, steps=6)
     found["own rows"] = config_for("rollout", folder / "own rows", workload={"own_rows": 16})
     found["hopeless"] = config_for("hopeless", folder / "hopeless", workload=late, run=quiet)
+    found["evaluation"] = config_for("evaluation", folder / "evaluation", workload={"from_step": -1})
+    last = {"from_step": 5}
+    found["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
+    found["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
+    once = replace(recipe().optimiser, updates_per_rollout=1)
+    allowed = quiet | {"may_shrink": ("length",)}
+    found["shrunk"] = config_for("length", folder / "shrunk", workload=late, run=allowed, optimiser=once, steps=4)
+    longer = {"run": allowed | {"resume": True}, "optimiser": once, "steps": 6}
+    found["shrunk, resumed"] = config_for("length", folder / "shrunk", workload=late, **longer)
     found["grown"] = config_for("forward", folder / "grown", run=quiet | {"grow_after": 2}, steps=8)
     return found
 

@@ -96,6 +96,18 @@ def test_auto_takes_the_most_rows_that_fit():
     assert setup.config.rows_per_pass == setup.shape.rows_per_pass == setup.state.cut.rows_per_pass == 32
 
 
+def test_auto_on_resume_takes_what_the_run_used(tmp_path, monkeypatch):
+    config = replace(recipe(), rows_per_pass="auto", steps=2)
+    config = replace(config, run=replace(config.run, run_dir=tmp_path / "run"))
+    monkeypatch.setattr("groupwise.train.probe.choose_rows", lambda setup: 4)  # as on a fuller device
+    gw.train(config)
+    monkeypatch.undo()
+    assert set_up(config).config.rows_per_pass == 32, "what a new run would take now"
+    gw.train(replace(config, steps=3, run=replace(config.run, resume=True)))
+    metrics = read_lines(tmp_path / "run" / "metrics.jsonl")
+    assert [entry["rows_per_pass"] for entry in metrics] == [4, 4, 4]
+
+
 def test_auto_listens_to_the_plan():
     class Hungry(TenMebibytesARow):
         def stages(self, job):

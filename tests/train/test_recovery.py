@@ -1,11 +1,14 @@
 """Out of memory for real: in every stage, on one rank of two, and the result is that of the smaller setting."""
 
+import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from fakes import recipe
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import ENVIRONMENT, on_ranks
@@ -17,6 +20,8 @@ from groupwise.core.shape import Shape, largest_fitting_rows
 from groupwise.train.checkpoint import read_meta
 from groupwise.train.folder import read_lines
 from groupwise.train.judging import pieces_of_whole_groups
+from groupwise.train.run import train
+from groupwise.workloads.checkpoints import damage
 
 HUNGRY = Path(__file__).parent / "hungry.py"
 STAGES = ("rollout", "rewards", "reward function", "forward", "backward")
@@ -27,6 +32,7 @@ def alone(tmp_path_factory):
     """One process, limited, and everything that can be asked of it."""
     folder = tmp_path_factory.mktemp("alone")
     names = [*STAGES, "small from the start", "late", "resumed", "own rows", "hopeless", "grown", "optimiser"]
+    names += ["evaluation", "last evaluation", "evaluation at once", "shrunk", "shrunk, resumed"]
     words = [sys.executable, str(HUNGRY), str(folder), *names]
     ended = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -97,6 +103,56 @@ def test_with_nothing_left_to_cut_it_stops_with_a_checkpoint_and_advice(alone):
     assert [path.name for path in (folder / "hopeless" / "checkpoints").iterdir()] == ["step-000002"]
 
 
+def test_a_cut_lowered_after_its_checkpoint_was_written_is_in_it_all_the_same(alone):
+    """`hopeless` begins to fail in the step after a checkpoint, `last evaluation` after the last one."""
+    folder, _ = alone
+    path = folder / "hopeless" / "checkpoints" / "step-000002"
+    assert read_meta(path)["cut"]["rows_per_pass"] == 1
+    assert not list(damage(path))
+    path = folder / "last evaluation" / "checkpoints" / "step-000006"
+    assert read_meta(path)["cut"]["stage_rows"] == {"evaluation": 4}
+    assert not list(damage(path))
+
+
+def test_an_evaluation_is_repeated_with_fewer_rows_and_training_keeps_its_own(alone):
+    folder, said = alone
+    assert "evaluation_rows 16 -> 8; the evaluation is repeated, its result is the same." in said
+    metrics = read_lines(folder / "evaluation" / "metrics.jsonl")
+    assert [entry["out_of_memory"] for entry in metrics] == [2, 0, 0, 0, 0, 0]
+    assert {(entry["rows_per_pass"], entry["evaluation_rows"]) for entry in metrics} == {(8, 4)}
+    found, expected = (json.loads((folder / name / "eval.json").read_text()) for name in ("evaluation", "rollout"))
+    assert found == {moment: pytest.approx(figures) for moment, figures in expected.items()}
+
+
+def test_an_evaluation_that_knows_no_smaller_pieces_stops_and_keeps_what_was_trained(alone):
+    folder, said = alone
+    assert "evaluation at once (rank 0): Out of memory in evaluation, and HungryWorkload does not say" in said
+    assert (folder / "evaluation at once" / "checkpoints" / "step-000006").is_dir()
+
+
+def test_what_the_user_allowed_shrinks_at_one_row_and_the_step_begins_again(alone):
+    folder, said = alone
+    assert "length 8 -> 4 for the rest of the run, as --may-shrink allows. THIS CHANGES WHAT IS LEARNED." in said
+    metrics = read_lines(folder / "shrunk" / "metrics.jsonl")
+    assert [entry["out_of_memory"] for entry in metrics] == [0, 0, 4, 0, 0, 0]  # 8, 4, 2 and 1 rows
+    assert [entry.get("length") for entry in metrics] == [None, None, 4, 4, 4, 4]
+    lengths = {(entry["step"], entry["length"]) for entry in samples(folder / "shrunk")}
+    assert lengths == {(0, 8), (1, 8), (2, 4), (3, 4), (4, 4), (5, 4)}
+    assert "going on with rows_per_pass 1, length 4" in said
+
+
+def test_what_cannot_shrink_is_refused(tmp_path):
+    def may_shrink(name, **more):
+        return replace(recipe(), run=replace(recipe().run, run_dir=tmp_path, may_shrink=(name,)), **more)
+
+    with pytest.raises(UserError, match="updates_per_rollout 2: a step begins again"):
+        may_shrink("length")
+    once = replace(recipe().optimiser, updates_per_rollout=1)
+    with pytest.raises(UserError, match="can shrink nothing when memory runs out at one row"):
+        train(may_shrink("group_size", optimiser=once))
+    assert not list(tmp_path.iterdir())
+
+
 def test_it_grows_again_after_quiet_steps_and_waits_longer_after_each_shortage(alone):
     folder, _ = alone
     rows = [entry["rows_per_pass"] for entry in read_lines(folder / "grown" / "metrics.jsonl")]
@@ -114,7 +170,7 @@ def test_an_optimiser_without_room_changes_no_weight(alone):
 
 
 def test_one_rank_of_two_fails_and_nobody_waits(alone, tmp_path):
-    ended = on_ranks(2, [HUNGRY, tmp_path, *STAGES, "late", "hopeless"], seconds=170)
+    ended = on_ranks(2, [HUNGRY, tmp_path, *STAGES, "late", "hopeless", "evaluation", "shrunk"], seconds=170)
     assert ended.returncode == 0, ended.stderr[-3000:]
     for stage in STAGES:
         assert choices(tmp_path / stage) == choices(alone[0] / "small from the start")
@@ -126,6 +182,8 @@ def test_one_rank_of_two_fails_and_nobody_waits(alone, tmp_path):
     for rank in (0, 1):
         assert f"hopeless (rank {rank}): Out of memory in rollout with rows_per_pass 1" in ended.stderr
     assert "(rank 1 of 2)" in ended.stderr
+    assert {e["evaluation_rows"] for e in read_lines(tmp_path / "evaluation" / "metrics.jsonl")} == {4}
+    assert [e.get("length") for e in read_lines(tmp_path / "shrunk" / "metrics.jsonl")] == [None, None, 4, 4]
 
 
 @given(st.integers(2, 12), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["whole", "spread", "shuffled"]))

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from groupwise.core.units import readable
+from groupwise.plan.parts import FRAMEWORK
 from groupwise.plan.plan import Plan
 from groupwise.plan.settings import Setting, divisors
 
@@ -41,8 +42,12 @@ def show(plan: Plan, checked: Mapping[str, Any], picture: Path | None) -> None:
     console.print(f"\nNearest that divide, one changed at a time: {listed}.")
     for kind, found_bytes in checked.items():
         for stage, size in found_bytes.items():
-            planned = sum(getattr(plan.current.stages, stage, {}).values())
-            console.print(f"{kind} of {stage}: {readable(size)} (plan {readable(planned)}, margin included)")
+            parts = getattr(plan.current.stages, stage)
+            planned = sum(parts.values()) - parts[FRAMEWORK]
+            off = f"{planned / size - 1:+.1%}"
+            console.print(
+                f"{kind} of the {stage}: {readable(size)}; planned, without margin: {readable(planned)} ({off})"
+            )
     if picture is not None:
         console.print(f"Picture: {picture}")
 

@@ -94,10 +94,15 @@ class FrozenMemory:
         one_block = rows * longest * (self._wide_moment() + per_block) * number
         seen = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
         vision = seen * self.vision.patches * (5 * self.vision.width + 2 * self.vision.inner) * number
+        more = self.new_tokens - 1
+        decoding = text.kv_bytes(rows * (longest + more), number) if more else 0  # a copy with room for new tokens
+        moment = max(
+            {"activations": max(one_block, vision)}, {"decoding": decoding}, key=lambda parts: sum(parts.values())
+        )
         return {
             "prefix states": prefix,
             "KV cache and states": cache,
-            "activations": max(one_block, vision),
+            **moment,
             "logits": rows * text.vocabulary * number,
         }
 

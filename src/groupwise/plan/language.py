@@ -17,6 +17,8 @@ CHUNK_NUMBERS, FEWEST_TOKENS = 1 << 21, 64
 """Of the chunked head: logits that are held at a time, and tokens at least."""
 PREFILL_TOKENS, DRAWN_NUMBERS = 8192, 1 << 24
 """Of the rollout: prompt tokens that go through the model together, logits that are held together."""
+DRAWN_BYTES = 32
+"""Of one token that was drawn: its number, place, log-probability, entropy, and the random number it came from."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
@@ -70,21 +72,31 @@ class LanguageMemory:
     # Rollout: the cache, one step of decoding, or the prefill
 
     def _rollout(self, job: Job) -> dict[str, int]:
+        """While prompts enter, or while all rows decode. Where not all have a seat at once, both come together."""
         rows = min(self.decode_rows, job.shape.rollouts_per_rank)
         prompts = job.prompts_in(rows) if self.shared else rows
-        model, number = self.model, self._compute_bytes
-        cached = prompts * self.prompt_tokens + rows * self.completion_tokens
-        wide = max(4, number)
+        model, number, wide = self.model, self._compute_bytes, max(4, self._compute_bytes)
         entering = min(prompts * self.prompt_tokens, max(PREFILL_TOKENS, self.prompt_tokens))
-        prefill = entering * (4 * model.width + self._inner_at_once) * wide + model.kv_bytes(entering, number)
-        decode = rows * (4 * model.width + self._inner_at_once) * wide
+        of_prompts = model.kv_bytes(prompts * self.prompt_tokens, number)
+        own = model.kv_bytes(rows * self.completion_tokens, number)
         at_once = min(rows, max(1, DRAWN_NUMBERS // model.vocabulary))
-        drawn = 4 * at_once * model.vocabulary * wide  # logits, probabilities, their sums and products
-        return {
-            "KV cache": model.kv_bytes(cached, number),
-            "activations": max(prefill, decode),
-            "logits": drawn,
+        always = {
+            "logits": 4 * at_once * model.vocabulary * wide,  # and probabilities, their sums and products
+            "drawn tokens": job.shape.rollouts_per_rank * self.completion_tokens * DRAWN_BYTES,
+            "cast weights": self._cast_weights(),
         }
+        prefill = entering * self._widest * wide + model.kv_bytes(entering, number)
+        waits = rows < job.shape.rollouts_per_rank
+        moments = [
+            {"KV cache": of_prompts + own, "activations": rows * self._widest * wide, **always},
+            {"KV cache": of_prompts + (own if waits else 0), "activations": prefill, **always, "logits": 0},
+        ]
+        return max(moments, key=lambda parts: sum(parts.values()))
+
+    @property
+    def _widest(self) -> int:
+        """Numbers of a token at the widest moment of a layer."""
+        return 4 * self.model.width + self._inner_at_once
 
     @property
     def _inner_at_once(self) -> int:

@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from groupwise.plan.parts import Job
+
 _aten = torch.ops.aten
 
 
@@ -41,13 +43,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if args and isinstance(args[0], FakeTensor):
-            if func is _aten._local_scalar_dense.default:
-                return 0.0 if args[0].dtype.is_floating_point else 0
-            if func is _aten.nonzero.default:
-                return self._kept(args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64))
-            if func is _aten._grouped_mm.default:
-                return self._kept(_grouped_shape(*args[:3]))
+        if args and isinstance(args[0], FakeTensor) and func in _ANSWERS:
+            return self._kept(_ANSWERS[func](*args, **(kwargs or {})))
         return self._kept(func(*args, **(kwargs or {})))
 
     def _kept(self, result: Any) -> Any:
@@ -69,11 +66,44 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._live.pop(key)[1]
 
 
-def _grouped_shape(left: Tensor, right: Tensor, ends: Tensor | None = None) -> Tensor:
+def _number(tensor: Tensor) -> float:
+    return 0.0 if tensor.dtype.is_floating_point else 0
+
+
+def _nonzero(tensor: Tensor) -> Tensor:
+    return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
+
+
+def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
+    """A mask takes all that it could, or what it does where its values are known."""
+    known = [_places(index) if index is not None and index.dtype == torch.bool else [index] for index in indices]
+    return _aten.index.Tensor(tensor, [index for part in known for index in part])  # type: ignore[no-any-return]
+
+
+def _places(mask: Tensor) -> list[Tensor]:
+    found = _nonzero(mask) if isinstance(mask, FakeTensor) else mask.nonzero()
+    return list(found.unbind(1))
+
+
+def _counts(numbers: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    return numbers.new_empty(minlength, dtype=torch.int64)
+
+
+def _grouped_shape(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
     """What a product of groups of rows gives. Torch's own rule for fake tensors knows bfloat16 alone."""
     if left.ndim == right.ndim == 2 and ends is not None:
         return left.new_empty((len(ends), left.shape[0], right.shape[1]))
     return left.new_empty((*left.shape[:-1], right.shape[-1]))
+
+
+_ANSWERS: dict[Any, Callable[..., Any]] = {
+    _aten._local_scalar_dense.default: _number,
+    _aten.nonzero.default: _nonzero,
+    _aten.index.Tensor: _indexed,
+    _aten.bincount.default: _counts,
+    _aten._grouped_mm.default: _grouped_shape,
+}
+"""Instead of operations whose result depends on values."""
 
 
 @contextmanager
@@ -96,23 +126,35 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
 
 
 def traced_update(
-    policy: nn.Module, passes: list[Callable[[], Tensor]], *, more: tuple[Tensor, ...] = (), steps: int = 2
+    policy: nn.Module,
+    one: Callable[[], Tensor],
+    *,
+    passes: int = 2,
+    more: tuple[Tensor, ...] = (),
+    all_at_once: bool = False,
 ) -> int:
-    """Highest number of bytes while passes are scored, go backward and AdamW takes its step; of the last of some steps.
+    """Highest number of bytes while a pass is scored, goes backward and AdamW takes its step.
 
-    A pass returns its loss. `more` is what is held besides, such as a reference.
+    A pass returns its loss. It is the last of `passes`: where others went before it, their gradient is there already,
+    as AdamW's moments are, so that nothing is followed twice. `more` is what is held besides, such as a reference.
+    AdamW works on all weights together, as on accelerators, or on one after another.
     """
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(trained)
+    optimiser = torch.optim.AdamW(trained, foreach=all_at_once)
     with LiveBytes() as live:
         live.watch(*policy.parameters(), *policy.buffers(), *more)
-        for _ in range(steps):
-            optimiser.zero_grad(set_to_none=True)
-            live.peak = live.now
-            for each in passes:
-                each().backward()
-            optimiser.step()
+        for weight in trained:
+            moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            optimiser.state[weight] = {"step": torch.tensor(1.0), **moments}
+            weight.grad = torch.zeros_like(weight) if passes > 1 else None
+        one().backward()
+        optimiser.step()
         return live.peak
+
+
+def of_update(job: Job) -> dict[str, Any]:
+    """What a job says about `traced_update`."""
+    return {"passes": job.shape.passes, "all_at_once": job.all_at_once}
 
 
 def traced(act: Callable[[], object], *held: Tensor) -> int:

@@ -50,7 +50,7 @@ def write_checkpoint(
     final = folder / f"step-{state.step:06d}"
     if final.exists():
         if next(damage(final), None) is None:
-            return final
+            return _with_cut(final, state)
         _remove(final)
     for leftover in (*folder.glob(".writing-*"), *folder.glob(".removing-*")):
         shutil.rmtree(leftover)
@@ -78,6 +78,20 @@ def write_checkpoint(
     for old in [path for path in newest_first(folder) if step_of(path) <= state.step][keep:]:
         _remove(old)
     return final
+
+
+def _with_cut(path: Path, state: State) -> Path:
+    """A checkpoint that is there already, with the pieces that were lowered since it was written."""
+    meta = read_meta(path)
+    cut = json.loads(json.dumps(asdict(state.cut)))
+    if meta["cut"] != cut:
+        meta["cut"] = cut
+        meta["sha256"][META] = hash_of_meta(meta)
+        draft = path / f".{META}.new"
+        _write_through(draft, json.dumps(meta, indent=1).encode())
+        draft.rename(path / META)
+        _sync_folder(path)
+    return path
 
 
 def check_same_config(path: Path, config: Mapping[str, Any]) -> None:

@@ -80,6 +80,9 @@ class RunConfig:
     grow_after: int = 100
     """When memory ran out and rows_per_pass was halved: steps without a shortage after which it grows again, towards
     what was set. Each further shortage doubles the wait. 0 for never."""
+    may_shrink: tuple[str, ...] = ()
+    """What may be halved, for the rest of the run, when memory runs out at one row: max_new_tokens for chat. It changes
+    what is learned, so by itself nothing is."""
 
     def __post_init__(self) -> None:
         require_types(self)
@@ -123,6 +126,12 @@ class Config:
         whole = isinstance(self.rows_per_pass, int) and not isinstance(self.rows_per_pass, bool)
         require(whole or self.rows_per_pass == "auto", "rows_per_pass", self.rows_per_pass, "a whole number, or auto")
         require(self.refill >= 0, "refill", self.refill, "0 or more")
+        if self.run.may_shrink and self.optimiser.updates_per_rollout > 1:
+            raise UserError(
+                f"--may-shrink is {' '.join(self.run.may_shrink)} and optimiser.updates_per_rollout"
+                f" {self.optimiser.updates_per_rollout}: a step begins again when something shrinks, which it cannot"
+                " between its updates. Take one update a rollout, or leave --may-shrink out."
+            )
         if self.group_size < 2:
             self.shape(conditions=max(self.conditions_per_step, 1))
 

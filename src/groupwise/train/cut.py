@@ -20,6 +20,8 @@ class Cut:
     """Rows judged at a time, in whole groups; None for all that a rank has."""
     stage_rows: Mapping[str, int] = field(default_factory=dict)
     """The workload's own numbers, where they were lowered."""
+    shrunk: Mapping[str, int] = field(default_factory=dict)
+    """What had to become smaller at one row, as the user allowed: this does change the result."""
     lowered: list[tuple[str, int]] = field(default_factory=list)
     """What was lowered and from where, in order: the way back."""
     quiet: int = 0
@@ -31,4 +33,4 @@ class Cut:
         """The numbers in force, by the names they are shown under."""
         own = {own_name(stage): rows for stage, rows in self.stage_rows.items()}
         judged = {"reward_rows": self.reward_rows} if self.reward_rows else {}
-        return {"rows_per_pass": self.rows_per_pass, **judged, **own}
+        return {"rows_per_pass": self.rows_per_pass, **judged, **own, **self.shrunk}

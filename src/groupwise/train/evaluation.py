@@ -11,9 +11,10 @@ import torch
 
 from groupwise.core.errors import UserError
 from groupwise.dist.trackers import Trackers
-from groupwise.train.checkpoint import check_same_files, newest_good, restore
+from groupwise.train.checkpoint import check_same_files, newest_good, read_meta, restore
 from groupwise.train.config import Config
 from groupwise.train.folder import RunFolder
+from groupwise.train.recovery import Attempt, Recovery
 from groupwise.train.setup import Setup, set_up
 from groupwise.workloads.report import Report
 
@@ -36,11 +37,17 @@ def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> 
     setup = set_up(config, path)
     check_same_files(path, setup.workload.files())
     restore(path, setup.state)
-    figures = log_evaluation(setup, folder, None, f"step {setup.state.step}")
+    recovery = Recovery(setup.workload, setup.state.cut, setup.shape, warn)
+    recovery.restore(read_meta(path)["cut"])
+    figures = log_evaluation(setup, folder, None, f"step {setup.state.step}", again=recovery.attempt)
+    report, pictures = recovery.attempt("evaluation", _report, setup, folder)
+    return Evaluation(setup.state.step, figures, report, pictures, setup.comm.is_main)
+
+
+def _report(setup: Setup, folder: RunFolder) -> tuple[Report | None, list[Path]]:
     with _judged(setup, "report"):
         report = setup.workload.report() if setup.comm.is_main else None
-        pictures = _write_report(report, folder) if report else []
-    return Evaluation(setup.state.step, figures, report, pictures, setup.comm.is_main)
+        return report, _write_report(report, folder) if report else []
 
 
 @contextmanager
@@ -48,7 +55,7 @@ def _judged(setup: Setup, method: str) -> Iterator[None]:
     """The policy on its averaged weights where there are any; what fails is told as the workload's."""
     ema, policy = setup.state.ema, setup.state.policy
     what = f"{method}() of {type(setup.workload).__name__}"
-    with ema.borrowed(policy) if ema else nullcontext(), torch.no_grad(), setup.comm.together(what):
+    with setup.comm.together(what), ema.borrowed(policy) if ema else nullcontext(), torch.no_grad():
         yield
 
 
@@ -66,14 +73,20 @@ def _write_report(report: Report, folder: RunFolder) -> list[Path]:
     return list(pictures)
 
 
-def log_evaluation(setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str) -> dict[str, float]:
-    """Figures and pictures of this moment, kept in the run folder."""
-    figures = _evaluate(setup)
-    if figures and setup.comm.is_main:
-        folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
+def _draw(setup: Setup, folder: RunFolder, moment: str) -> None:
     with _judged(setup, "pictures"):
         for name, draw in setup.workload.pictures().items() if setup.comm.is_main else ():
             draw(folder.path / f"{moment.replace(' ', '-')}-{name}")
+
+
+def log_evaluation(
+    setup: Setup, folder: RunFolder, trackers: Trackers | None, moment: str, *, again: Attempt
+) -> dict[str, float]:
+    """Figures and pictures of this moment, kept in the run folder."""
+    figures = again("evaluation", _evaluate, setup)
+    if figures and setup.comm.is_main:
+        folder.write("eval.json", {**folder.read("eval.json"), moment: figures})
+    again("evaluation", _draw, setup, folder, moment)
     if trackers:
         trackers.log({f"eval/{name}": value for name, value in figures.items()}, setup.state.step)
     return figures

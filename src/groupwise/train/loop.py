@@ -1,4 +1,4 @@
-"""The only loop. Read `training_steps` first: one line a stage, whatever is being trained."""
+"""The only loop. Read `train_step` first: one line a stage, whatever is being trained."""
 
 from __future__ import annotations
 
@@ -47,34 +47,39 @@ def training_steps(
 ) -> Iterator[Step]:
     """Train step after step, from where the state stands to the end."""
     recovery = recovery or Recovery(workload, state.cut, shape, warn=_unheard)
-    again = recovery.attempt  # in smaller pieces, whenever memory runs out
-    for step in range(state.step, config.steps):
-        laps, memory = Laps(), Peak(comm.device)
-        state.optimiser.zero_grad(set_to_none=True)  # the rollout has the memory of the last gradient
-        placed = place(shape, seed=config.seed, step=step, rounds=1 + config.refill)
-        rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
-        group_ids = gather_ids(rollouts, placed, comm)
-        laps.lap("rollout_s")
-        terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
-        rewards = weigh(terms, config.reward)
-        laps.lap("reward_s")
-        dropped: dict[str, float] = {}
-        if config.refill:
-            more = partial(try_out, workload, state=state, config=config, comm=comm, again=again)
-            first = Tried(placed, rollouts, group_ids, rewards)
-            placed, rollouts, group_ids, rewards = refill(first, config, more)
-            laps.lap("refill_s")
-        advantages = compare(rewards, group_ids, config.advantage)
-        if config.refill:
-            advantages, dropped = keep_first(advantages, placed)
-        comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
-        figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
-        laps.lap("update_s")
-        figures = measure(workload, rollouts, comparison, comm) | dropped | figures
-        state.step = step + 1
-        samples = describe(workload, rollouts, placed, rewards, advantages, comm, config.run.samples_per_step)
-        figures = summarise(rewards, advantages, figures, laps, comm) | recovery.step_done()
-        yield Step(step, figures, samples, memory.fullest(comm))
+    for _ in range(state.step, config.steps):
+        yield recovery.whole(train_step, workload, state, shape, config, comm, recovery)
+
+
+def train_step(workload: Workload, state: State, shape: Shape, config: Config, comm: Comm, recovery: Recovery) -> Step:
+    """From the placement of the state's next step to its update."""
+    step, again = state.step, recovery.attempt  # in smaller pieces, whenever memory runs out
+    laps, memory = Laps(), Peak(comm.device)
+    state.optimiser.zero_grad(set_to_none=True)  # the rollout has the memory of the last gradient
+    placed = place(shape, seed=config.seed, step=step, rounds=1 + config.refill)
+    rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
+    group_ids = gather_ids(rollouts, placed, comm)
+    laps.lap("rollout_s")
+    terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
+    rewards = weigh(terms, config.reward)
+    laps.lap("reward_s")
+    dropped: dict[str, float] = {}
+    if config.refill:
+        more = partial(try_out, workload, state=state, config=config, comm=comm, again=again)
+        first = Tried(placed, rollouts, group_ids, rewards)
+        placed, rollouts, group_ids, rewards = refill(first, config, more)
+        laps.lap("refill_s")
+    advantages = compare(rewards, group_ids, config.advantage)
+    if config.refill:
+        advantages, dropped = keep_first(advantages, placed)
+    comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
+    figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
+    laps.lap("update_s")
+    figures = measure(workload, rollouts, comparison, comm) | dropped | figures
+    state.step = step + 1
+    samples = describe(workload, rollouts, placed, rewards, advantages, comm, config.run.samples_per_step)
+    figures = summarise(rewards, advantages, figures, laps, comm) | recovery.step_done()
+    return Step(step, figures, samples, memory.fullest(comm))
 
 
 def _unheard(text: str) -> None:

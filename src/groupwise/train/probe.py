@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,7 +21,7 @@ from groupwise.train.cut import Cut
 from groupwise.train.loop import gather_rewards, rollout
 from groupwise.train.monitor import known_memory
 from groupwise.train.recovery import Moment, free
-from groupwise.train.state import make_room
+from groupwise.train.state import make_room, moments_to_come
 
 if TYPE_CHECKING:
     from groupwise.train.config import Config
@@ -78,9 +79,13 @@ def _measured(setup: Setup, rows: int) -> int | None:
 
 
 def _roll_out(setup: Setup, rows: int) -> Rollouts:
+    """As in every step but the first: with the optimiser's moments."""
+    with setup.comm.together("Making room for the optimiser"):
+        moments = moments_to_come(setup.state)
     placed = place(setup.shape, seed=setup.config.seed, step=setup.state.step)
     rollouts = rollout(setup.workload, placed, setup.comm, Cut(rows))
     gather_rewards(setup.workload, rollouts, setup.comm)
+    del moments
     return rollouts
 
 
@@ -114,5 +119,5 @@ def _watched(setup: Setup) -> Iterator[Callable[[], int]]:
     from groupwise.plan.trace import LiveBytes
 
     with LiveBytes() as live:
-        live.watch(*setup.state.policy.parameters(), *setup.state.policy.buffers())
+        live.watch(*(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)))
         yield lambda: live.peak

@@ -21,7 +21,11 @@ from groupwise.workloads.base import Workload
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Stage = Literal["rollout", "reward", "update"]
+Stage = Literal["rollout", "reward", "update", "evaluation"]
+
+
+class BeginAgain(Exception):  # noqa: N818 - no error: the way back to the beginning of the step
+    """What a step is made of has become smaller, so its rollouts must be made anew."""
 
 
 class Attempt(Protocol):
@@ -54,8 +58,10 @@ class Recovery:
     grow_after: int = 0
     lower_first: Callable[[], Sequence[str]] = lambda: GENERAL_ADVICE
     """What the plan would lower, first things first: asked when nothing is left to cut."""
+    may_shrink: Sequence[str] = ()
+    """What the user allows to be halved when nothing is left to cut; it changes the result."""
     shortages: int = 0
-    """Of the step in hand."""
+    """Since the last complete step."""
 
     def attempt(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
         """What `act` returns, in as small pieces as it takes."""
@@ -68,6 +74,17 @@ class Recovery:
             # Only here, outside the clause, is the error gone and with it the frames that held the tensors.
             self.shortages += 1
             self._lower(stage, told)
+            free()
+            before.again(self.workload.policy)
+
+    def whole(self, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
+        """What `act` returns, from its beginning as often as something had to shrink on the way."""
+        before = Moment.of(self.workload.policy) if self.may_shrink else None
+        while True:
+            try:
+                return act(*words, **named)
+            except BeginAgain:
+                assert before is not None, "nothing shrinks unless it may"
             free()
             before.again(self.workload.policy)
 
@@ -87,18 +104,35 @@ class Recovery:
         rows, fewer = self._rows(name), self._fewer(name)
         cut.shortages += 1
         if fewer is None:
-            raise UserError(self._at_the_end(stage, name, rows, told))
+            self._shrink(stage, told)
+            return
         cut.lowered.append((name, rows))
         self._set(name, fewer)
+        what = "evaluation" if stage == "evaluation" else "step"
+        again = f"the {what} is repeated, its result is the same."
+        self.warn(f"Out of memory in {stage}: {told} {name} {rows} -> {fewer}; {again}")
+
+    def _shrink(self, stage: Stage, told: str) -> None:
+        """Nothing is left to cut. Halve what the user allowed by name, or stop."""
+        sizes = self.workload.shrinkable
+        name = next((name for name in self.may_shrink if sizes[name] > 1), None)
+        if name is None:
+            raise UserError(self._at_the_end(stage, told))
+        half = sizes[name] // 2
         self.warn(
-            f"Out of memory in {stage}: {told} {name} {rows} -> {fewer}; the step is repeated, its result is the same."
+            f"Out of memory in {stage} at one row: {told} {name} {sizes[name]} -> {half} for the rest of the run, as"
+            " --may-shrink allows. THIS CHANGES WHAT IS LEARNED."
         )
+        self.workload.shrinkable = {**sizes, name: half}
+        self.cut.shrunk = {**self.cut.shrunk, name: half}
+        if stage != "evaluation":
+            raise BeginAgain
 
     def _knob(self, stage: Stage) -> str:
         """The workload's own number for this stage where it has one that can still be lowered, else the run's."""
         if self.workload.stage_rows.get(stage, 0) > 1:
             return own_name(stage)
-        return "reward_rows" if stage == "reward" else "rows_per_pass"
+        return f"{stage}_rows" if stage in ("reward", "evaluation") else "rows_per_pass"
 
     def _own(self, name: str) -> str | None:
         """The stage whose number of the workload's own is called so."""
@@ -110,7 +144,7 @@ class Recovery:
             return self.workload.stage_rows[stage]
         if name == "reward_rows":
             return self.cut.reward_rows or self.shape.rollouts_per_rank
-        return self.cut.rows_per_pass
+        return 1 if name == "evaluation_rows" else self.cut.rows_per_pass
 
     def _fewer(self, name: str) -> int | None:
         rows = self._rows(name)
@@ -118,6 +152,8 @@ class Recovery:
             return largest_fitting_rows(self.shape, rows // 2)
         if name == "reward_rows":
             # A reward may compare siblings: what a rank has of a group is judged together, however few rows are asked.
+            return rows // 2 or None
+        if name == "evaluation_rows":
             return rows // 2 or None
         # a cap above what a rank has cuts nothing: half of that would be tried in vain
         return min(rows, self.shape.rollouts_per_rank) // 2 or None
@@ -146,14 +182,34 @@ class Recovery:
         self.cut.lowered = [(name, rows) for name, rows in self.cut.lowered]
         known = {stage: rows for stage, rows in self.cut.stage_rows.items() if stage in self.workload.stage_rows}
         self.workload.stage_rows = {**self.workload.stage_rows, **known}
+        shrunk = {name: size for name, size in self.cut.shrunk.items() if name in self.workload.shrinkable}
+        self.workload.shrinkable = {**self.workload.shrinkable, **shrunk}
 
-    def _at_the_end(self, stage: Stage, name: str, rows: int, told: str) -> str:
-        advice = self.lower_first()
+    def _at_the_end(self, stage: Stage, told: str) -> str:
+        name = self._knob(stage)
+        if stage == "evaluation" and stage not in self.workload.stage_rows:
+            return (
+                f"Out of memory in evaluation, and {type(self.workload).__name__} does not say how many rows it takes"
+                f" at a time there (stage_rows, 'evaluation'): {told} Evaluate on fewer, or give it that number."
+            )
+        rows, advice = self._rows(name), self.lower_first()
         listed = "; ".join(f"{nth}. {what}" for nth, what in enumerate(advice, 1))
         return (
             f"Out of memory in {stage} with {name} {rows}, and there are no smaller pieces: {told} What to lower, first"
             f" things first: {listed}. The complete steps are in the newest checkpoint; --resume goes on from there."
         )
+
+
+def check_shrinkable(workload: Workload, names: Sequence[str]) -> None:
+    """Refuse a permission that could not be used."""
+    for name in names:
+        if name not in workload.shrinkable:
+            offered = " or ".join(workload.shrinkable) or "nothing"
+            groups = " Members of a group go through the model pass after pass: fewer of them need no less memory."
+            raise UserError(
+                f"--may-shrink names '{name}': {type(workload).__name__} can shrink {offered} when memory runs out at"
+                f" one row.{groups if name == 'group_size' else ''}"
+            )
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def _watch(setup: Setup, folder: RunFolder, screen: Screen) -> Watch:
     if monitor.plan is not None and setup.comm.is_main:
         folder.write("plan.json", monitor.plan.plain())
     recovery = Recovery(setup.workload, setup.state.cut, setup.shape, screen.warn, grow_after=config.run.grow_after)
+    recovery.may_shrink = config.run.may_shrink
     recovery.lower_first = lambda: monitor.lower_first() or GENERAL_ADVICE
     return Watch(recovery, monitor)
 
@@ -152,7 +153,8 @@ def _resume_cut(path: Path, config: Config, recovery: Recovery) -> None:
 
 def _preflight(setup: Setup, screen: Screen, recovery: Recovery) -> None:
     if setup.config.run.preflight and setup.state.step < setup.config.steps:
-        checks = preflight(
+        checks = recovery.whole(
+            preflight,
             setup.workload,
             state=setup.state,
             shape=setup.shape,
@@ -167,9 +169,9 @@ def _preflight(setup: Setup, screen: Screen, recovery: Recovery) -> None:
 def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> bool:
     """Step, log, save. Returns whether the user stopped it."""
     config, comm, state = setup.config, setup.comm, setup.state
-    trackers = Trackers(config.run.trackers, folder.path, to_dict(config))
+    trackers, again = Trackers(config.run.trackers, folder.path, to_dict(config)), watch.recovery.attempt
     if not state.step:
-        log_evaluation(setup, folder, trackers, "before")
+        log_evaluation(setup, folder, trackers, "before", again=again)
     complete = state.updates
     with stop_signals(screen.say) as stop_asked:
         try:
@@ -183,13 +185,15 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> boo
                 screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)
                 stopping = comm.any(stop_asked())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
-                    log_evaluation(setup, folder, trackers, f"step {state.step}")
+                    log_evaluation(setup, folder, trackers, f"step {state.step}", again=again)
                 if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
                     _save(setup, folder)
                 if stopping:
                     screen.say(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
                     return True
-            log_evaluation(setup, folder, trackers, "after")
+            log_evaluation(setup, folder, trackers, "after", again=again)
+            if watch.recovery.shortages:
+                _save(setup, folder)  # the cut that this evaluation has lowered
             return False
         except Exception as error:
             if comm.is_main:

@@ -9,12 +9,14 @@ import torch
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.core.shape import Shape
+from groupwise.core.shape import Shape, largest_fitting_rows
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.trackers import check_installed
 from groupwise.meter.memory import used_bytes
+from groupwise.train.checkpoint import read_meta
 from groupwise.train.config import Config
 from groupwise.train.cut import Cut
+from groupwise.train.recovery import check_shrinkable
 from groupwise.train.state import State, new_state
 from groupwise.workloads.base import Workload
 
@@ -44,19 +46,23 @@ def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
         for name in ("policy", "conditions"):
             if not hasattr(workload, name):
                 raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
+    check_shrinkable(workload, config.run.may_shrink)
     shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
     place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
     state = new_state(workload.policy, config.optimiser)
     state.cut = Cut(shape.rows_per_pass)
     setup = Setup(config, comm, workload, shape, state, base)
-    return _with_chosen_rows(setup) if config.rows_per_pass == "auto" else setup
+    return _with_chosen_rows(setup, checkpoint) if config.rows_per_pass == "auto" else setup
 
 
-def _with_chosen_rows(setup: Setup) -> Setup:
-    """rows_per_pass auto: a number from here on."""
+def _with_chosen_rows(setup: Setup, checkpoint: Path | None) -> Setup:
+    """rows_per_pass auto: a number from here on. A run that goes on keeps its own, which is in the checkpoint."""
     from groupwise.train.probe import choose_rows
 
-    rows = choose_rows(setup)
+    kept = None
+    if checkpoint is not None:  # with other ranks, the most that divide and were tried
+        kept = largest_fitting_rows(setup.shape, read_meta(checkpoint)["config"]["rows_per_pass"])
+    rows = choose_rows(setup) if kept is None else kept
     config = replace(setup.config, rows_per_pass=rows)
     setup.state.cut = Cut(rows)
     shape = config.shape(conditions=setup.workload.conditions, ranks=setup.comm.ranks)

@@ -74,14 +74,18 @@ def new_state(policy: nn.Module, config: OptimiserConfig) -> State:
     return State(policy, optimiser, ema)
 
 
+def moments_to_come(state: State) -> list[Tensor]:
+    """Room for AdamW's two moments of each weight that has none yet."""
+    return [torch.empty_like(each) for each in state.trainable if not state.optimiser.state.get(each) for _ in range(2)]
+
+
 def make_room(state: State) -> None:
     """Take and give back what the optimiser's step will need: it must not run out of memory among half the weights.
 
     Two moments for each weight that has none yet, and AdamW's intermediate results: of one weight at a time on the CPU,
     of all of them at once elsewhere.
     """
-    weights = state.trainable
-    room = [torch.empty_like(weight) for weight in weights if not state.optimiser.state.get(weight) for _ in range(2)]
+    weights, room = state.trainable, moments_to_come(state)
     largest = max(weights, key=lambda weight: weight.numel())
     room += [torch.empty_like(weight) for weight in ([largest, largest] if largest.device.type == "cpu" else weights)]
 

@@ -28,9 +28,12 @@ class Workload(Protocol):
     conditions: int
     """Size of the dataset."""
     stage_rows: Mapping[str, int] = {}
-    """Rows taken at a time in a stage ('rollout', 'reward', 'update') for which the workload has a knob of its own,
-    such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out there, down to
-    1; after that fewer groups come to `rewards`, or fewer rows a pass to the others."""
+    """Rows taken at a time in a stage ('rollout', 'reward', 'update', 'evaluation') for which the workload has a knob
+    of its own, such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out
+    there, down to 1; after that fewer groups come to `rewards`, or fewer rows a pass to the others."""
+    shrinkable: Mapping[str, int] = {}
+    """Sizes that change the result, such as the longest completion: set and read likewise. Replaced by half when memory
+    runs out at one row, but only those that the user allowed by name (--may-shrink)."""
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Try each row's condition once, without gradient, taking random numbers from `rows` only.

@@ -163,14 +163,7 @@ class ChatConfig(WorkloadConfig):
 
         from groupwise.workloads.chat.trace import traced_chat
 
-        known = self.memory()
-        return traced_chat(
-            transformers.AutoConfig.from_pretrained(self._folder),
-            self.policy,
-            job,
-            prompt_tokens=known.prompt_tokens,
-            completion_tokens=known.completion_tokens,
-        )
+        return traced_chat(transformers.AutoConfig.from_pretrained(self._folder), self.policy, job, self.memory())
 
     @property
     def _folder(self) -> Path:

@@ -67,8 +67,9 @@ def sit(workload: ChatWorkload, prompts: Prompts, *, samples: int, greedy: bool 
         member=torch.arange(samples).repeat(questions),
         condition=of_row,
     )
-    sampling = workload.parts.sampling
-    rollouts = workload.complete(prompts, rows, replace(sampling, temperature=0.0) if greedy else sampling)
+    sampling = replace(workload.sampling, temperature=0.0) if greedy else workload.sampling
+    decode_rows = min(workload.stage_rows.values())  # what was too much for a rollout is not tried here
+    rollouts = workload.complete(prompts, rows, sampling, decode_rows=decode_rows)
     terms = workload.judged(prompts, rollouts).values
     first = next(iter(terms.values()))
     passed = (first >= config.pass_from).view(questions, samples)

@@ -30,6 +30,7 @@ def report(workload: ChatWorkload) -> Report | None:
     greedy = {TRAINED: sit(workload, prompts, samples=1, greedy=True)}
     if config.baseline:
         before = untrained(workload)
+        before.stage_rows, before.shrinkable = workload.stage_rows, workload.shrinkable
         exams = {UNTRAINED: (before, sit(before, prompts, samples=config.report_samples)), **exams}
         greedy[UNTRAINED] = sit(before, prompts, samples=1, greedy=True)
     figures = {

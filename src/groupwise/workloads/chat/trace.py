@@ -1,4 +1,4 @@
-"""A language model's update followed with fake tensors: the workload's real scoring, no memory."""
+"""A language model's rollout and update followed with fake tensors: the workload's real code, no memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from groupwise.plan.language import DRAWN_BYTES, LanguageMemory
 from groupwise.plan.parts import Job
-from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, traced_update
+from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, of_update, traced, traced_update
 from groupwise.workloads.chat.completion import Completion
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from groupwise.workloads.chat.flight import Flight
 from groupwise.workloads.chat.policy import Policy, make_policy
 from groupwise.workloads.chat.scoring import score
 
@@ -51,8 +53,7 @@ def scored_pass(
     size = policy.causal_lm.config.vocab_size
     known = torch.zeros(completion_tokens)
     said = [Completion(tuple(each % size for each in ids), known, known, stopped=True)] * rows
-    asked = [[1 + nth % (size - 1) for nth in range(prompt_tokens)] for _ in range(prompts)]
-    of_row = [row * prompts // rows for row in range(rows)]
+    asked, of_row = _asked(policy, prompts, rows, prompt_tokens)
 
     def one_pass() -> Tensor:
         scored = score(policy, asked, of_row, said, Sampling(), reference=policy.has_reference)
@@ -62,13 +63,64 @@ def scored_pass(
     return one_pass
 
 
-def traced_chat(
-    model_config: Any, config: PolicyConfig, job: Job, *, prompt_tokens: int, completion_tokens: int
-) -> dict[str, int]:
-    """Highest bytes of the update; at least two passes, so that gradients are there while another one runs."""
+class _Longest(Flight):
+    """Rows that all go on to the last token."""
+
+    def _leave(self) -> None:
+        """Nobody, and nobody is asked: fake tokens have no values."""
+
+    def step_at(self, drawn: int) -> None:
+        """Decode when each row has drawn so many tokens."""
+        self.drawn = torch.full((len(self.rows),), drawn)
+        self._decode()
+
+
+def followed_rollout(
+    policy: Policy, *, prompts: int, rows: int, prompt_tokens: int, completion_tokens: int
+) -> Callable[[], None]:
+    """All prompts enter, and decoding at the lengths at which a row's cache grows, up to the last."""
+    asked, of_row = _asked(policy, prompts, rows, prompt_tokens)
+    sampling = Sampling(max_new_tokens=completion_tokens)
+
+    def act() -> None:
+        with policy.sampling():
+            flight = _Longest(policy, asked, of_row, torch.zeros(rows, completion_tokens), sampling, rows)
+            flight._admit()
+            for drawn in range(1, completion_tokens):
+                places = min((keys.shape[2] for keys, _ in flight.own.layers.values()), default=0)
+                if places < drawn or drawn == completion_tokens - 1:
+                    flight.step_at(drawn)
+
+    return act
+
+
+def traced_rollout(policy: Policy, act: Callable[[], None], drawn_tokens: int, *held: Tensor) -> int:
+    """Highest bytes of a rollout, with AdamW's moments and all that is known of tokens once they are drawn."""
+    trained = [weight for weight in policy.parameters() if weight.requires_grad]
+    with fake_tensors():
+        moments = [torch.empty_like(weight) for weight in trained for _ in range(2)]
+        drawn = torch.empty(drawn_tokens, DRAWN_BYTES, dtype=torch.uint8)
+    return traced(act, *policy.parameters(), *policy.buffers(), *held, *moments, drawn)
+
+
+def traced_chat(model_config: Any, config: PolicyConfig, job: Job, memory: LanguageMemory) -> dict[str, int]:
+    """Highest bytes of a rollout of as many rows as decode together, and of the update's last pass."""
     policy, rows = policy_like(model_config, config), job.shape.rows_per_pass
-    lengths = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+    lengths = {"prompt_tokens": memory.prompt_tokens, "completion_tokens": memory.completion_tokens}
     one = scored_pass(policy, prompts=job.prompts_in(rows), rows=rows, **lengths)
     copy = policy._reference[0]
     held = tuple(copy.parameters()) if copy is not None else ()
-    return {"update": traced_update(policy, [one] * min(2, job.shape.passes), more=held)}
+    found = {"update": traced_update(policy, one, more=held, **of_update(job))}
+    if policy.shares_prompts:
+        decoded = min(memory.decode_rows, job.shape.rollouts_per_rank)
+        act = followed_rollout(policy, prompts=job.prompts_in(decoded), rows=decoded, **lengths)
+        drawn = job.shape.rollouts_per_rank * memory.completion_tokens
+        found = {"rollout": traced_rollout(policy, act, drawn, *held), **found}
+    return found
+
+
+def _asked(policy: Policy, prompts: int, rows: int, prompt_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """Prompts of so many tokens, and which one each row follows: dealt evenly."""
+    size = policy.causal_lm.config.vocab_size
+    asked = [[1 + nth % (size - 1) for nth in range(prompt_tokens)] for _ in range(prompts)]
+    return asked, [row * prompts // rows for row in range(rows)]

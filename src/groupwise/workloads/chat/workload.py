@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -49,15 +49,21 @@ class ChatWorkload(Workload):
         self.parts, self.config = parts, config
         self.policy = parts.policy
         self.conditions = len(parts.training)
-        self.stage_rows = {"rollout": config.decode_rows}
+        self.stage_rows = {"rollout": config.decode_rows, "evaluation": config.decode_rows}
+        self.shrinkable = {"max_new_tokens": parts.sampling.max_new_tokens}
+
+    @property
+    def sampling(self) -> Sampling:
+        """As set, unless completions had to become shorter."""
+        return replace(self.parts.sampling, max_new_tokens=self.shrinkable["max_new_tokens"])
 
     def rollout(self, rows: Rows) -> Rollouts:
-        return self.complete(self.parts.training, rows, self.parts.sampling)
+        return self.complete(self.parts.training, rows, self.sampling, decode_rows=self.stage_rows["rollout"])
 
-    def complete(self, prompts: Prompts, rows: Rows, sampling: Sampling) -> Rollouts:
+    def complete(self, prompts: Prompts, rows: Rows, sampling: Sampling, *, decode_rows: int) -> Rollouts:
         """One completion a row, of training prompts or of others."""
         asked, of_row = _only_used(prompts, rows.condition)
-        said = generate(self.parts.policy, asked, of_row, rows, sampling, decode_rows=self.stage_rows["rollout"])
+        said = generate(self.parts.policy, asked, of_row, rows, sampling, decode_rows=decode_rows)
         mask = token_mask(said)
         if self.config.mask_truncated:
             mask &= torch.tensor([completion.stopped for completion in said])[:, None]
@@ -117,7 +123,7 @@ class ChatWorkload(Workload):
         return measures_of(rollouts.data["completion"], advantages)
 
     def alarm(self, figures: Mapping[str, float]) -> str | None:
-        told = alarm_of(figures, self.config, self.parts.sampling)
+        told = alarm_of(figures, self.config, self.sampling)
         if told and self.config.when_all_truncated == "stop":
             raise UserError(told)
         return told

@@ -41,6 +41,7 @@ class ControllerWorkload(Workload):
         features = Features(task.executor)
         self.policy = Policy(features.width, self.options, seed=config.policy_seed).to(device)
         self.controller = Controller(self.policy, features, device)
+        self.stage_rows = {"evaluation": config.eval_rows_per_pass}
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""
@@ -87,7 +88,7 @@ class ControllerWorkload(Workload):
 
     def _greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         found = []
-        for rows in torch.arange(len(self.held_out)).split(self.config.eval_rows_per_pass):
+        for rows in torch.arange(len(self.held_out)).split(self.stage_rows["evaluation"]):
             decided = self.controller.decide(self.held_out, rows, greedy)
             questions, choices = self.held_out.question_of(rows), decided.choices
             said = self.answer(questions, choices, decided.prefix)

@@ -12,7 +12,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from groupwise.plan.parts import Job
-from groupwise.plan.trace import fake_tensors, make_fake, traced_update
+from groupwise.plan.trace import fake_tensors, make_fake, of_update, traced_update
 from groupwise.plan.video import VideoMemory
 from groupwise.workloads.flow.models.adapters import choose_trained
 from groupwise.workloads.flow.models.base import GuidedVelocity
@@ -78,4 +78,4 @@ def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: VideoMem
     """Highest bytes of the update, of a transformer in float32."""
     transformer = transformer_like(content, train, checkpointing=memory.checkpointing)
     one = scored_pass(transformer, memory, job.shape.rows_per_pass, memory.starts(job))
-    return {"update": traced_update(transformer, [one] * min(2, job.shape.passes))}
+    return {"update": traced_update(transformer, one, **of_update(job))}

@@ -43,6 +43,7 @@ class FlowWorkload(Workload):
             keep_block_inputs_only(self.policy)
         self.encodings = Encodings(self.model, task.conditions, **keep)
         self.held_out_encodings = Encodings(self.model, task.held_out, **keep)
+        self.stage_rows = {"evaluation": config.eval_rows_per_pass}
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Shared steps once per group, then each member's own."""
@@ -134,9 +135,8 @@ class FlowWorkload(Workload):
         """Clips of held-out conditions under the present policy, `eval_rows_per_pass` at a time."""
         sampling = self.config.sampling
         denoiser = Denoiser(sampling, self.shape, range(sampling.steps, sampling.steps), self.device)
-        rows = Rows(
-            self.config.eval_seed, 0, self.config.eval_rows_per_pass, numbers, torch.zeros_like(numbers), numbers
-        )
+        rows_per_pass = self.stage_rows["evaluation"]
+        rows = Rows(self.config.eval_seed, 0, rows_per_pass, numbers, torch.zeros_like(numbers), numbers)
         clips = []
         for part in rows.passes():
             velocity = self._velocity(self.held_out_encodings, part.condition)

@@ -11,8 +11,11 @@ from groupwise.plan.frozen import FrozenMemory, read_frozen
 from groupwise.workloads.controller.config import ControllerConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
+    from groupwise.plan.parts import Job
     from groupwise.workloads.controller.task import Task
 
 
@@ -50,6 +53,15 @@ class MosaicControllerConfig(ControllerConfig):
         """The embedded model in float32, its three tiers, and questions of at most three words."""
         text, vision = read_frozen(Path(__file__).parent / "asset")
         return FrozenMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        import transformers
+
+        from groupwise.workloads.controller.mosaic.steer import mosaic_options
+        from groupwise.workloads.controller.trace import traced_controller
+
+        config = transformers.AutoConfig.from_pretrained(Path(__file__).parent / "asset")
+        return traced_controller(config, self.memory(), job, mosaic_options())
 
     def task(self, device: torch.device) -> Task:
         from groupwise.workloads.controller.mosaic.task import mosaic_task

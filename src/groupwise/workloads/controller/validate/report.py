@@ -34,7 +34,7 @@ def validate(workload: ControllerWorkload) -> Report:
     choose = make_exam(workload, task.choose() if task.choose else task.held_out)
     exam = make_exam(workload, task.test())
     servers = controllers(workload)
-    chosen = choices(servers, choose, exam, rows_per_pass=workload.config.eval_rows_per_pass)
+    chosen = choices(servers, choose, exam, rows_per_pass=workload.stage_rows["evaluation"])
     clock = Clock(task, exam, servers)
     wanted = max(config.timed_answers, config.timed_answers_of_others)
     found = Found(exam, chosen, clock, tuple(servers), sample_of(exam, wanted), config)

@@ -14,6 +14,7 @@ from groupwise.workloads.controller.config import ControllerConfig
 if TYPE_CHECKING:
     import torch
 
+    from groupwise.plan.parts import Job
     from groupwise.workloads.controller.task import Task
 
 
@@ -79,6 +80,14 @@ class VqaControllerConfig(ControllerConfig):
             number_bytes=4 if self.dtype == "float32" else 2,
             new_tokens=self.max_new_tokens,
         )
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        import transformers
+
+        from groupwise.workloads.controller.trace import traced_controller
+
+        memory = self.memory()
+        return traced_controller(transformers.AutoConfig.from_pretrained(self.model), memory, job)
 
     def task(self, device: torch.device) -> Task:
         for name in ("model", "questions", "images"):

@@ -1,0 +1,246 @@
+"""The points of bench/memory.py: models by their sizes alone, and the settings they are trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from groupwise.core.placement import Rows
+from groupwise.core.shape import Shape
+from groupwise.plan.architecture import architecture
+from groupwise.plan.frozen import FrozenMemory, vision_of
+from groupwise.plan.language import LanguageMemory
+from groupwise.plan.parts import Job
+from groupwise.plan.plan import MemoryModel
+from groupwise.plan.trace import traced_update
+from groupwise.plan.video import VideoMemory, video_model
+
+Stage = Literal["rollout", "update"]
+
+TINY = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
+TINY |= {"intermediate_size": 384, "vocab_size": 512, "tie_word_embeddings": False}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 64, "num_hidden_layers": 2}
+ONE_BILLION = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8}
+ONE_BILLION |= {"head_dim": 64, "intermediate_size": 8192, "vocab_size": 128256, "tie_word_embeddings": True}
+OLMOE = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
+OLMOE |= {"intermediate_size": 1024, "vocab_size": 50304, "num_experts": 64, "num_experts_per_tok": 8}
+WAN = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32, "num_layers": 2}
+WAN |= {"ffn_dim": 256, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32, "cross_attn_norm": True}
+WAN |= {"qk_norm": "rms_norm_across_heads", "patch_size": [1, 2, 2]}
+WAN_1B = WAN | {"num_attention_heads": 12, "attention_head_dim": 128, "num_layers": 30, "ffn_dim": 8960}
+WAN_1B |= {"in_channels": 16, "out_channels": 16, "text_dim": 4096, "freq_dim": 256}
+MOSAIC = TINY | EXPERTS | {"num_hidden_layers": 8, "num_experts_per_tok": 4}
+SIGLIP = {"hidden_size": 96, "intermediate_size": 288, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIGLIP |= {"num_channels": 3, "image_size": 16, "patch_size": 4, "vision_use_head": False}
+SO400M = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16}
+SO400M |= {"num_channels": 3, "image_size": 336, "patch_size": 14, "vision_use_head": False}
+NO_TOKENS = {"max_position_embeddings": 16384, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A policy, and its two stages to be run or followed."""
+
+    policy: nn.Module
+    one_pass: Callable[[], Tensor]
+    rollout: Callable[[], object] = lambda: None
+    frozen: tuple[Tensor, ...] = ()
+    """Weights besides the policy's that are held."""
+    more: tuple[Tensor, ...] = ()
+    """All tensors besides the policy's that are held."""
+    follow_rollout: Callable[[], int] = lambda: 0
+
+    def traced(self, stage: Stage) -> int:
+        if stage == "rollout":
+            return self.follow_rollout()
+        return traced_update(self.policy, self.one_pass, more=self.more)
+
+
+class Point(Protocol):
+    stage: Stage
+    true: bool
+
+    def job(self) -> Job: ...
+    def planned(self) -> MemoryModel: ...
+    def made(self, fake: bool) -> Made: ...
+
+
+def two_groups(rows: int) -> Job:
+    """Two passes of one group each."""
+    return Job(Shape(10**6, 2, rows, 1, rows, "whole"), all_at_once=False)
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Prompts of P tokens, completions of C, a pass of one group."""
+
+    kind: str
+    sizes: dict[str, Any]
+    policy: dict[str, Any] = field(default_factory=dict)
+    lengths: tuple[int, int] = (64, 64)
+    rows: int = 8
+    true: bool = True
+    stage: Stage = "update"
+
+    def job(self) -> Job:
+        return two_groups(self.rows)
+
+    def planned(self) -> LanguageMemory:
+        known = {"lora_rank": self.policy.get("lora_rank"), "dtype": self.policy.get("dtype", "float32")}
+        known |= {"checkpointing": self.policy.get("gradient_checkpointing", False)}
+        known |= {"reference_copies": int(self.policy.get("reference") == "copy")}
+        return LanguageMemory(architecture({"model_type": self.kind, **self.sizes}), *self.lengths, **known)
+
+    def made(self, fake: bool) -> Made:
+        import transformers
+
+        from groupwise.workloads.chat import trace
+        from groupwise.workloads.chat.engine_config import PolicyConfig
+
+        config = transformers.AutoConfig.for_model(self.kind, **self.sizes, **NO_TOKENS)
+        policy = trace.policy_like(config, PolicyConfig(model="-", **self.policy), fake=fake)
+        lengths = {"prompt_tokens": self.lengths[0], "completion_tokens": self.lengths[1]}
+        copy, rows = policy._reference[0], 2 * self.rows
+        held = tuple(copy.parameters()) if copy is not None else ()
+        act = trace.followed_rollout(policy, prompts=2, rows=rows, **lengths)
+        return Made(
+            policy,
+            trace.scored_pass(policy, prompts=1, rows=self.rows, **lengths),
+            lambda: self._rolled_out(policy, rows),
+            more=held,
+            follow_rollout=lambda: trace.traced_rollout(policy, act, rows * self.lengths[1], *held),
+        )
+
+    def _rolled_out(self, policy: Any, rows: int) -> object:
+        """All rows go on to their last token: no token stops them."""
+        from groupwise.workloads.chat.rollout import generate
+        from groupwise.workloads.chat.sampling import Sampling
+
+        (prompt, completion), member = self.lengths, torch.arange(rows) % self.rows
+        group = torch.arange(rows) // self.rows
+        asked = [[1 + nth % 100 for nth in range(prompt)]] * 2
+        placed = Rows(0, 0, rows, group, member, group)
+        return generate(policy, asked, group.tolist(), placed, Sampling(max_new_tokens=completion))
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Clips of the given latent size; LoRA of rank 4, or all weights."""
+
+    sizes: dict[str, Any]
+    part: str
+    latent: tuple[int, ...] = (4, 4, 16, 16)
+    steps: int = 1
+    rows: int = 2
+    true: bool = True
+    stage: Stage = "update"
+
+    def job(self) -> Job:
+        return two_groups(self.rows)
+
+    def planned(self) -> VideoMemory:
+        rank = 4 if self.part == "lora" else None
+        return VideoMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
+
+    def made(self, fake: bool) -> Made:
+        from groupwise.workloads.flow.trace import scored_pass, transformer_like
+        from groupwise.workloads.flow.training_parts import TrainConfig
+
+        train = TrainConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
+        transformer = transformer_like(self.sizes, train, fake=fake)
+        return Made(transformer, scored_pass(transformer, self.planned(), self.rows))
+
+
+@dataclass(frozen=True)
+class Knobs:
+    """A frozen LLaVA model under a controller; a pass of one question, all rows at the finest tier."""
+
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    rows: int = 8
+    crops: int = 4
+    new_tokens: int = 1
+    number_bytes: int = 4
+    true: bool = True
+    stage: Stage = "rollout"
+
+    def job(self) -> Job:
+        return two_groups(self.rows)
+
+    def planned(self) -> FrozenMemory:
+        text = architecture({"model_type": "olmoe", **self.text})
+        crops = {"low": 1 + self.crops // 4, "medium": 1 + self.crops // 2, "high": 1 + self.crops}
+        positions = min(5, text.layers - 1 - text.layers // 4)
+        return FrozenMemory(
+            text,
+            vision_of(self.vision, text.width),
+            crops,
+            positions,
+            question_tokens=8,
+            options=(3, positions, text.top_k // 2 + 1, text.layers // 4 + 1),
+            number_bytes=self.number_bytes,
+            new_tokens=self.new_tokens,
+        )
+
+    def made(self, fake: bool) -> Made:
+        import transformers
+
+        from groupwise.workloads.controller.trace import controller_like, followed_rollout
+
+        config = transformers.LlavaConfig(
+            vision_config=transformers.SiglipVisionConfig(**self.vision),
+            text_config=transformers.OlmoeConfig(**self.text, **NO_TOKENS),
+            vision_feature_layer=-1,
+            vision_feature_select_strategy="full",
+            tie_word_embeddings=False,
+        )
+        found = controller_like(config, self.planned(), self.job(), fake=fake)
+        return Made(
+            found.policy,
+            found.one_pass,
+            found.rollout,
+            frozen=found.weights,
+            more=found.frozen,
+            follow_rollout=lambda: followed_rollout(found),
+        )
+
+
+def _points() -> dict[str, Point]:
+    grouped, tied = {"num_key_value_heads": 1}, {"head_dim": 64, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    kept, large = {"gradient_checkpointing": True}, {"lengths": (512, 512), "true": False}
+    return {
+        "chat tiny": Chat("llama", TINY),
+        "chat tiny, grouped heads": Chat("llama", TINY | grouped),
+        "chat tiny, checkpointing": Chat("llama", TINY, kept),
+        "chat tiny, LoRA": Chat("llama", TINY, {"lora_rank": 8}),
+        "chat tiny, LoRA, checkpointing": Chat("llama", TINY, {"lora_rank": 8, **kept}),
+        "chat tiny, reference copy": Chat("llama", TINY, {"reference": "copy"}),
+        "chat tiny, vocabulary 8,192": Chat("llama", TINY | {"vocab_size": 8192}),
+        "chat tiny Qwen3": Chat("qwen3", TINY | tied),
+        "chat tiny experts": Chat("olmoe", TINY | EXPERTS),
+        "chat tiny experts, checkpointing": Chat("olmoe", TINY | EXPERTS, kept),
+        "chat tiny, prompt 256": Chat("llama", TINY, lengths=(256, 32), rows=16),
+        "chat tiny, grouped heads, decoding": Chat("llama", TINY | grouped, stage="rollout"),
+        "chat tiny, decoding": Chat("llama", TINY, stage="rollout"),
+        "chat tiny experts, decoding": Chat("olmoe", TINY | EXPERTS, lengths=(256, 64), stage="rollout"),
+        "chat 1.2B Llama, full": Chat("llama", ONE_BILLION, **large),
+        "chat 1.2B Llama, checkpointing": Chat("llama", ONE_BILLION, kept, rows=16, **large),
+        "chat 1.2B Llama, LoRA, checkpointing": Chat("llama", ONE_BILLION, {"lora_rank": 32, **kept}, **large),
+        "chat 1.2B Llama, decoding": Chat("llama", ONE_BILLION, rows=64, stage="rollout", **large),
+        "chat 6.9B OLMoE, full": Chat("olmoe", OLMOE, lengths=(256, 256), true=False),
+        "flow tiny, all": Flow(WAN, "all"),
+        "flow tiny, LoRA": Flow(WAN, "lora"),
+        "flow tiny, LoRA, window 2": Flow(WAN, "lora", steps=2),
+        "flow 1.4B Wan, LoRA": Flow(WAN_1B, "lora", (16, 21, 60, 104), steps=2, rows=1, true=False),
+        "controller tiny": Knobs(MOSAIC, SIGLIP),
+        "controller tiny, policy": Knobs(MOSAIC, SIGLIP, stage="update"),
+        "controller tiny, answers of 8": Knobs(MOSAIC, SIGLIP, new_tokens=8),
+        "controller 7.3B OLMoE": Knobs(OLMOE, SO400M, 16, 12, number_bytes=2, true=False),
+    }
+
+
+POINTS = _points()

@@ -1,0 +1,122 @@
+"""A controller's rollout and update followed with fake tensors: the executor's and network's real code, no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from groupwise.plan.frozen import FrozenMemory
+from groupwise.plan.parts import Job
+from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, of_update, traced, traced_update
+from groupwise.workloads.controller.adapter import Sample, adapt
+from groupwise.workloads.controller.conditions import make_conditions
+from groupwise.workloads.controller.config import BudgetConfig
+from groupwise.workloads.controller.decisions import Controller, knobs_of, repeated
+from groupwise.workloads.controller.estimates import CountedWork
+from groupwise.workloads.controller.executor import Executor, Request
+from groupwise.workloads.controller.features import Features
+from groupwise.workloads.controller.knobs import KnobOptions
+from groupwise.workloads.controller.options import default_options
+from groupwise.workloads.controller.policy import Policy
+from groupwise.workloads.controller.task import Question
+
+_ONE_BUDGET = BudgetConfig((1.0,), respect="penalty")
+
+
+@dataclass(frozen=True)
+class Followed:
+    """What is held, and the two stages of one pass."""
+
+    policy: Policy
+    weights: tuple[Tensor, ...]
+    """Of the frozen model."""
+    frozen: tuple[Tensor, ...]
+    """With its buffers."""
+    rollout: Callable[[], object]
+    one_pass: Callable[[], Tensor]
+
+
+def controller_like(
+    model_config: Any, memory: FrozenMemory, job: Job, *, options: KnobOptions | None = None, fake: bool = True
+) -> Followed:
+    """A pass of questions that are all new, asked at the finest tier, no two rows alike: nothing is remembered."""
+    dtype = torch.float32 if memory.number_bytes == 4 else torch.bfloat16
+    with fake_tensors() if fake else nullcontext() as mode, LiveBytes():  # which answers where weights are drawn
+        model = transformers.LlavaForConditionalGeneration._from_config(model_config, dtype=dtype).eval()
+    adapter, crops = adapt(model), {tier: count - 1 for tier, count in memory.crops.items()}
+    executor = Executor(adapter, options or replace(default_options(adapter), crops=crops))
+    rows, knobs = job.shape.rows_per_pass, executor.options
+    questions = [_question(nth, memory, model_config, fake=fake) for nth in range(job.prompts_in(rows))]
+    policy = Policy(memory.text.width, knobs)
+    if mode is not None:
+        make_fake(policy, mode)
+    controller = Controller(policy, Features(executor), torch.device("cpu"))
+    conditions = make_conditions(questions, CountedWork(knobs), knobs, _ONE_BUDGET)
+    of_row = torch.arange(rows) * len(questions) // rows
+    choices = _different(knobs, of_row)
+
+    def rollout() -> object:
+        decided = controller.decide(conditions, of_row, repeated(choices))
+        asked = zip(conditions.question_of(of_row), knobs_of(knobs, choices), strict=True)
+        requests = [Request(question.sample, each) for question, each in asked]
+        return executor.answer(requests, prefix=decided.prefix, max_new_tokens=memory.new_tokens)
+
+    def one_pass() -> Tensor:
+        logp = controller.decide(conditions, of_row, repeated(choices)).logp
+        return (logp - logp.detach()).exp().mean()
+
+    weights = tuple(model.parameters())
+    return Followed(policy, weights, (*weights, *model.buffers()), rollout, one_pass)
+
+
+def followed_rollout(found: Followed) -> int:
+    """Highest bytes of a rollout's pass, with AdamW's moments."""
+    trained = tuple(found.policy.parameters())
+    with fake_tensors():
+        moments = [torch.empty_like(weight) for weight in trained for _ in range(2)]
+    return traced(found.rollout, *found.frozen, *trained, *found.policy.buffers(), *moments)
+
+
+def traced_controller(
+    model_config: Any, memory: FrozenMemory, job: Job, options: KnobOptions | None = None
+) -> dict[str, int]:
+    """Highest bytes of a rollout's pass and of the update's last one."""
+    found = controller_like(model_config, memory, job, options=options)
+    return {
+        "rollout": followed_rollout(found),
+        "update": traced_update(found.policy, found.one_pass, more=found.frozen, **of_update(job)),
+    }
+
+
+def _question(nth: int, memory: FrozenMemory, model_config: Any, *, fake: bool) -> Question:
+    vision = model_config.vision_config
+    size = (vision.num_channels, vision.image_size, vision.image_size)
+    with fake_tensors() if fake else nullcontext():
+        crops = {tier: torch.zeros(count, *size) for tier, count in memory.crops.items()}
+    sample = Sample(str(nth), crops, (0,) * memory.question_tokens)
+    lengths = {tier: memory.prompt_tokens(count) for tier, count in memory.crops.items()}
+    return Question(sample, f"question {nth}", ("",), lengths)
+
+
+def _different(options: KnobOptions, of_row: Tensor) -> Tensor:
+    """Choices [rows, 4] at the finest tier that share no path among the rows of a question, the deepest ones first."""
+    tier, ways = len(options.crops) - 1, dict[tuple[int, ...], tuple[int, int, int, int]]()
+    every = (
+        (tier, position, top_k, blocks)
+        for blocks in reversed(range(len(options.block_totals)))
+        for top_k in reversed(range(len(options.top_ks)))
+        for position in range(len(options.insertion_positions))
+    )
+    for choice in every:
+        (knobs,) = knobs_of(options, torch.tensor([choice]))
+        ways.setdefault(options.path(knobs), choice)
+    full, *others = ways.values()
+    known = [*others, full]  # the full path is the same from every position: last, so that positions are spread
+    nth_of_question = [int((of_row[:row] == question).sum()) for row, question in enumerate(of_row.tolist())]
+    return torch.tensor([known[nth % len(known)] for nth in nth_of_question])
