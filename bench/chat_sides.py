@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import groupwise as gw
 from groupwise.dist.comm import connect
+from groupwise.train.cut import Cut
 from groupwise.train.loop import training_steps
 from groupwise.train.state import new_state
 from groupwise.workloads.chat.completion import padded, token_mask
@@ -145,8 +146,9 @@ def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0
         optimiser=gw.OptimiserConfig(learning_rate=rate),
         run=gw.RunConfig(samples_per_step=0),
     )
-    state = new_state(workload.policy, config.optimiser)
     shape = config.shape(conditions=workload.conditions)
+    state = new_state(workload.policy, config.optimiser)
+    state.cut = Cut(shape.rows_per_pass)
     taken = training_steps(workload, state=state, shape=shape, config=config, comm=connect())
     while True:
         begun = time.process_time()
