@@ -60,12 +60,12 @@ def compare(name: str, steps: int, micro_batch: int | None) -> None:
 
 
 def peak_of(side: str, case: Case, micro_batch: int) -> None:
-    """Print the growth of this process's largest memory over three steps."""
+    """Print the growth of this process's largest memory over two steps."""
     model_ready = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if side == "trl":
-        run_trl(case, 3, micro_batch)
+        run_trl(case, 2, micro_batch)
     else:
-        list(groupwise_steps(case, 3))
+        list(groupwise_steps(case, 2))
     print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - model_ready))
 
 
@@ -76,7 +76,7 @@ def memory(name: str) -> None:
         command = [sys.executable, __file__, "--case", name, "--peak-of", side, "--micro-batch", str(micro_batch)]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         peaks[f"{side}, {micro_batch} rows a pass"] = int(output.split()[-1])
-    print(f"{case.name}: peak memory above that of the imports, three steps, each side in its own process")
+    print(f"{case.name}: peak memory above that of the imports, two steps, each side in its own process")
     ours = next(iter(peaks.values()))
     for which, peak in peaks.items():
         print(f"  {which:<28} {peak / 2**20:8.0f} MiB   groupwise / this {ours / peak:5.2f}")

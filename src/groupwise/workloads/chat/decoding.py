@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.workloads.chat.kernels import attend, merge
@@ -99,15 +98,15 @@ class Decoding:
         self.place: int | None = None
         self.bias: Tensor | None = None
 
-    def place_tokens(self, places: Int64[Tensor, " rows"], dtype: torch.dtype) -> None:
+    def place_tokens(self, places: Sequence[int], dtype: torch.dtype) -> None:
         """Where each row's next token goes in its own cache: after the tokens it has there."""
-        least, most = (int(each) for each in places.aminmax())
-        self.places, self.used, self.place, self.bias = places, most + 1, None, None
-        if least == most:
-            self.place = most
+        self.used, self.place, self.bias = max(places) + 1, None, None
+        if min(places) == max(places):
+            self.place = max(places)
             return
-        absent = torch.arange(self.used, device=places.device)[None] > places[:, None]
-        self.bias = torch.zeros(absent.shape, dtype=dtype, device=places.device)
+        self.places = torch.tensor(places, device=self.seats.device)
+        absent = torch.arange(self.used, device=self.seats.device)[None] > self.places[:, None]
+        self.bias = torch.zeros(absent.shape, dtype=dtype, device=self.seats.device)
         self.bias = self.bias.masked_fill_(absent, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:

@@ -42,30 +42,31 @@ class Flight:
     ):
         self.policy, self.prompts, self.sampling, self.seats = policy, prompts, sampling, seats
         self.prompt_of_row, self.chances = prompt_of_row, chances.to(policy.device)
-        self.head = policy.head.rounded()
-        self.stops = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=policy.device)
+        self.head, self.stops = policy.head, frozenset(sampling.stop_ids)
         self.waiting = deque(sorted(range(len(prompt_of_row)), key=prompt_of_row.__getitem__))
         self.rows: list[int] = []
-        """The row on each seat."""
+        self.drawn: list[int] = []
+        """Of each seat: its row, and how many tokens that has drawn. The device is asked for nothing but tokens."""
         self.last = torch.empty(0, dtype=torch.int64, device=policy.device)
-        self.drawn = self.last
-        """Tokens that each seat has drawn, and the last of them."""
+        """The last token of each seat."""
         self.own, self.cached = OwnCache(min(seats, len(prompt_of_row)), sampling.max_new_tokens), PromptCache()
         self.after_prompt: dict[int, Tensor] = {}
         """The hidden state that predicts the first token, of each prompt in flight."""
         self.steps: list[_Step] = []
         self.layout: Decoding | None = None
         """Who sits where; None after somebody came or left."""
-        self.lengths = self.numbers = self.last
-        """Of each seat: the length of its prompt, and its row."""
+        self.positions = self.places = self.numbers = self.last
+        """On the device, of each seat: where its last token stands, which token it draws next, and its row."""
 
     def run(self) -> list[Completion]:
         """Everything, in the rows' order."""
-        while self.waiting or self.rows:
-            while self.waiting and len(self.rows) < self.seats:
-                self._admit()
-            if self.rows:
-                self._decode()
+        with self.policy.sampling():
+            self.head = self.head.rounded()
+            while self.waiting or self.rows:
+                while self.waiting and len(self.rows) < self.seats:
+                    self._admit()
+                if self.rows:
+                    self._decode()
         return self._completions()
 
     def _admit(self) -> None:
@@ -77,9 +78,8 @@ class Flight:
         numbers = torch.tensor(entering, device=hidden.device)
         ids = self._draw(hidden, numbers, torch.zeros_like(numbers))
         self.layout = None
-        self.rows = [*self.rows, *entering]
+        self.rows, self.drawn = [*self.rows, *entering], [*self.drawn, *[1] * len(entering)]
         self.last = torch.cat([self.last, ids])
-        self.drawn = torch.cat([self.drawn, torch.ones_like(ids)])
         self._leave()
 
     def _prefill(self, numbers: Sequence[int]) -> None:
@@ -97,19 +97,21 @@ class Flight:
 
     def _decode(self) -> None:
         """One more token for every row in flight."""
-        if self.layout is None:
-            prompt_of_seat = [self.prompt_of_row[row] for row in self.rows]
-            self.lengths = torch.tensor(
-                [len(self.prompts[number]) for number in prompt_of_seat], device=self.drawn.device
-            )
-            self.numbers = torch.tensor(self.rows, device=self.drawn.device)
-            self.layout = Decoding(self.own, self.cached, prompt_of_seat, self.drawn.device)
-        before = self.drawn - 1
-        self.layout.place_tokens(before, self.cached.dtype)
-        hidden = self.policy.hidden(self.last[:, None], (self.lengths + before)[:, None], self.layout)[:, 0]
-        self.last = self._draw(hidden, self.numbers, self.drawn)
-        self.drawn = self.drawn + 1
+        layout = self.layout = self.layout or self._sit_down()
+        layout.place_tokens([count - 1 for count in self.drawn], self.cached.dtype)
+        hidden = self.policy.hidden(self.last[:, None], self.positions[:, None], layout)[:, 0]
+        self.last = self._draw(hidden, self.numbers, self.places)
+        self.positions, self.places = self.positions + 1, self.places + 1
+        self.drawn = [count + 1 for count in self.drawn]
         self._leave()
+
+    def _sit_down(self) -> Decoding:
+        """What is the same until somebody comes or leaves, and the counters that go on from here."""
+        device, prompt_of_seat = self.policy.device, [self.prompt_of_row[row] for row in self.rows]
+        lengths = torch.tensor([len(self.prompts[number]) for number in prompt_of_seat], device=device)
+        self.numbers, self.places = torch.tensor(self.rows, device=device), torch.tensor(self.drawn, device=device)
+        self.positions = lengths + self.places - 1
+        return Decoding(self.own, self.cached, prompt_of_seat, device)
 
     def _draw(self, hidden: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         chances = self.chances[rows, places]
@@ -120,24 +122,25 @@ class Flight:
             drawn = draw(self.head.logits(hidden[part]), chances[part], self.sampling)
             steps.append(_Step(rows[part], places[part], drawn))
         self.steps += steps
-        return torch.cat([step.drawn.ids for step in steps])
+        return steps[0].drawn.ids if len(steps) == 1 else torch.cat([step.drawn.ids for step in steps])
 
     def _leave(self) -> None:
         """Rows that are done give up their seats; the last rows move into them."""
-        done = torch.isin(self.last, self.stops) | (self.drawn >= self.sampling.max_new_tokens)
-        seats = done.nonzero().flatten().tolist()
+        most = self.sampling.max_new_tokens
+        last = zip(self.last.tolist(), self.drawn, strict=True)
+        seats = [seat for seat, (token, count) in enumerate(last) if token in self.stops or count >= most]
         if not seats:
             return
         self.layout = None
-        order, used = list(range(len(self.rows))), int(self.drawn.max())
+        order, used = list(range(len(self.rows))), max(self.drawn)
         for seat in reversed(seats):
             mover = order.pop()
             if seat < len(order):
                 self.own.move(mover, seat, used)
                 order[seat] = mover
-        left, kept = {self.prompt_of_row[self.rows[seat]] for seat in seats}, torch.tensor(order, dtype=torch.int64)
-        self.rows = [self.rows[seat] for seat in order]
-        self.last, self.drawn = self.last[kept.to(self.last.device)], self.drawn[kept.to(self.drawn.device)]
+        left = {self.prompt_of_row[self.rows[seat]] for seat in seats}
+        self.rows, self.drawn = [self.rows[seat] for seat in order], [self.drawn[seat] for seat in order]
+        self.last = self.last[torch.tensor(order, dtype=torch.int64, device=self.last.device)]
         needed = {self.prompt_of_row[row] for row in (*self.rows, *self.waiting)}
         if left - needed:
             self.cached.change(left - needed, [])

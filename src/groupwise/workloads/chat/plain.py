@@ -33,12 +33,13 @@ def _generate_group(policy: Policy, prompt: Sequence[int], chances: Tensor, samp
     ids = torch.tensor(prompt, device=policy.device).expand(len(chances), -1)
     taken: list[Drawn] = []
     cache, alive = None, torch.ones(len(chances), dtype=torch.bool, device=policy.device)
-    while alive.any() and len(taken) < sampling.max_new_tokens:
-        output = policy(ids, past_key_values=cache, use_cache=True)
-        drawn = draw(output.logits[:, -1], chances[:, len(taken)].to(policy.device), sampling)
-        taken.append(drawn)
-        alive = alive & ~torch.isin(drawn.ids, stops)
-        cache, ids = output.past_key_values, drawn.ids[:, None]
+    with policy.sampling():
+        while alive.any() and len(taken) < sampling.max_new_tokens:
+            output = policy(ids, past_key_values=cache, use_cache=True)
+            drawn = draw(output.logits[:, -1], chances[:, len(taken)].to(policy.device), sampling)
+            taken.append(drawn)
+            alive = alive & ~torch.isin(drawn.ids, stops)
+            cache, ids = output.past_key_values, drawn.ids[:, None]
     return [_completion(taken, row, sampling) for row in range(len(chances))]
 
 

@@ -18,7 +18,7 @@ from groupwise.core.errors import UserError
 from groupwise.workloads.chat.attention import Layout
 from groupwise.workloads.chat.engine_config import PolicyConfig
 from groupwise.workloads.chat.head import Head
-from groupwise.workloads.chat.sharing import share_prompts
+from groupwise.workloads.chat.sharing import Forward, share_prompts
 
 __all__ = ["Policy", "PolicyConfig", "load_policy", "make_policy"]
 
@@ -35,6 +35,8 @@ class Policy(nn.Module):
         self.config = config
         self._reference = (frozen_copy,)  # in a tuple: it is no part of what is trained and saved
         self._active = (self._causal_lm(),)
+        self._forwards: tuple[Forward, ...] = ()
+        """How to compute the policy, and its frozen copy, where they share prompts."""
         self.why_plain = self._choose_path()
         """Why prompts are not shared; None where they are."""
 
@@ -55,7 +57,8 @@ class Policy(nn.Module):
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Hidden states before the head, [batch, tokens, width], of tokens that see what the layout says."""
-        return self.causal_lm.base_model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)[0]
+        copied = self._active is self._reference
+        return self._forwards[copied](ids, positions, layout)
 
     @property
     def device(self) -> torch.device:
@@ -89,8 +92,8 @@ class Policy(nn.Module):
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Within, nothing is kept for a backward pass."""
-        with torch.no_grad(), self.autocast():
+        """Within, nothing is kept for a backward pass; tensors made here must not be trained on."""
+        with torch.inference_mode(), self.autocast():
             self._keep_layer_inputs_only(False)
             try:
                 yield
@@ -116,14 +119,19 @@ class Policy(nn.Module):
     def _choose_path(self) -> str | None:
         if self.config.path == "plain":
             return "it was asked for (policy.path is 'plain')"
-        reason = share_prompts(self.causal_lm)
-        if reason is not None and self.config.path == "shared":
+        for model in (self.causal_lm, *(each for each in self._reference if each is not None)):
+            forward = share_prompts(model)
+            if isinstance(forward, str):
+                return self._take_plain(forward)
+            self._forwards = (*self._forwards, forward)
+        return None
+
+    def _take_plain(self, reason: str) -> str:
+        if self.config.path == "shared":
             raise UserError(
                 f"policy.path is 'shared', and {type(self.causal_lm).__name__} cannot share prompts: {reason}. Set"
                 " policy.path to 'auto' to train it on the slower, plain path."
             )
-        if self._reference[0] is not None and reason is None:
-            share_prompts(self._reference[0])
         return reason
 
     def _causal_lm(self) -> Any:

@@ -36,11 +36,10 @@ def generate(
     require(decode_rows is None or decode_rows >= 1, "decode_rows", decode_rows, "1 or more, or None for all")
     check_prompts(policy, prompts, sampling)
     chances = chances_of(rows, sampling.max_new_tokens)
-    with policy.sampling():
-        if policy.shares_prompts:
-            return Flight(policy, prompts, prompt_of_row, chances, sampling, decode_rows or len(rows)).run()
-        of_rows = [prompts[nth] for nth in prompt_of_row]
-        return _generate_plainly(policy, of_rows, chances, sampling, decode_rows or len(rows))
+    if policy.shares_prompts:
+        return Flight(policy, prompts, prompt_of_row, chances, sampling, decode_rows or len(rows)).run()
+    of_rows = [prompts[nth] for nth in prompt_of_row]
+    return _generate_plainly(policy, of_rows, chances, sampling, decode_rows or len(rows))
 
 
 def _generate_plainly(

@@ -36,6 +36,8 @@ def draw(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) ->
     """The token at which the distribution function passes `chances` (in [0, 1))."""
     if sampling.temperature == 0:
         return _likeliest(logits)
+    if not torch.is_autocast_enabled(logits.device.type):
+        return _drawn(logits, chances, sampling)
     with torch.autocast(logits.device.type, enabled=False):
         return _drawn(logits, chances, sampling)
 
@@ -50,7 +52,8 @@ def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) 
     reached = weights.cumsum(-1)
     total = reached[:, -1:]
     log_total = highest + total.log()
-    goal = torch.minimum(chances[:, None].to(reached) * total, torch.nextafter(total, torch.zeros_like(total)))
+    # Rounded, a chance can become 1, past all tokens; the largest number below 1 stays below `total` when multiplied.
+    goal = chances[:, None].to(reached).clamp_(max=1 - torch.finfo(reached.dtype).eps / 2) * total
     # Where the logits are no numbers any token will do: its log-probability is NaN, and the loop tells the user.
     ids = torch.searchsorted(reached, goal, right=True).clamp_(max=reached.shape[1] - 1)
     finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
@@ -60,7 +63,8 @@ def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) 
 
 def scaled_logits(logits: Logits, sampling: Sampling) -> Logits:
     """Logits over the temperature, in float32 at least."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)) / sampling.temperature
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return exact if sampling.temperature == 1 else exact / sampling.temperature
 
 
 def kept_tokens(scaled: Logits, sampling: Sampling) -> Int64[Tensor, " rows"] | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from groupwise.workloads.chat.attention import NAME
+from groupwise.workloads.chat.attention import NAME, Layout
+from groupwise.workloads.chat.lean import lean_forward
 from groupwise.workloads.chat.packed import pack
+
+Forward = Callable[[Tensor, Tensor, Layout], Tensor]
+"""Hidden states [batch, tokens, width], from ids and positions [batch, tokens] and who sees whom."""
 
 _PROMPTS = ((3, 1, 4), (2, 5))
 _COMPLETIONS = (((9, 2), (6,)), ((5, 3, 7),))
@@ -16,24 +21,51 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 """Largest difference of hidden states, relative to the largest of them."""
 
 
-def share_prompts(causal_lm: Any) -> str | None:
-    """Set the model up to share prompts. Where it cannot, leave it as it is and say why."""
+def share_prompts(causal_lm: Any) -> Forward | str:
+    """Set the model up to share prompts; returns how to compute it. Where it cannot, leave it as it is and say why."""
     reason = _declared_otherwise(causal_lm)
     if reason is not None:
         return reason
     stock = causal_lm.config._attn_implementation
     plain = _computed_apart(causal_lm)
     causal_lm.set_attn_implementation(NAME)
+    forward: Forward = OwnForward(causal_lm.base_model)
     try:
-        shared, heads = _computed_together(causal_lm)
+        shared, heads = _computed_together(causal_lm, forward)
     except (TypeError, RuntimeError, AttributeError, KeyError) as fault:
         causal_lm.set_attn_implementation(stock)
         return f"its layers do not hand a layout on to their attention ({type(fault).__name__}: {fault})"
     for name, together, apart in (("hidden states", shared, plain[0]), ("logits", heads, plain[1])):
-        if together.shape != apart.shape or _gap(together, apart) > _TOLERANCE[apart.dtype]:
+        if not _agree(together, apart):
             causal_lm.set_attn_implementation(stock)
             return f"its {name} come out differently when a prompt is shared"
-    return None
+    return _lean_if_equal(causal_lm, plain[0]) or forward
+
+
+def _lean_if_equal(causal_lm: Any, plain: Tensor) -> Forward | None:
+    lean = lean_forward(causal_lm.base_model)
+    if lean is None:
+        return None
+    try:
+        shared, _ = _computed_together(causal_lm, lean)
+    except (TypeError, RuntimeError, AttributeError):  # of Llama's build by its names only
+        return None
+    return lean if _agree(shared, plain) else None
+
+
+class OwnForward:
+    """The model's own forward, told who sees whom."""
+
+    def __init__(self, base_model: Any):
+        self.model = base_model
+
+    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        hidden: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)[0]
+        return hidden
+
+
+def _agree(together: Tensor, apart: Tensor) -> bool:
+    return together.shape == apart.shape and _gap(together, apart) <= _TOLERANCE[apart.dtype]
 
 
 def _gap(together: Tensor, apart: Tensor) -> float:
@@ -73,11 +105,8 @@ def _computed_apart(causal_lm: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _computed_together(causal_lm: Any) -> tuple[Tensor, Tensor]:
+def _computed_together(causal_lm: Any, forward: Forward) -> tuple[Tensor, Tensor]:
     """The same by the shared path."""
     packed = pack(_PROMPTS, _COMPLETIONS, causal_lm.device)
-    output = causal_lm.base_model(
-        input_ids=packed.ids[None], position_ids=packed.positions[None], use_cache=False, layout=packed
-    )
-    hidden = output[0][0, packed.tails[0].start :]
+    hidden = forward(packed.ids[None], packed.positions[None], packed)[0, packed.tails[0].start :]
     return hidden, causal_lm.get_output_embeddings()(hidden)

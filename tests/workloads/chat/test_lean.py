@@ -1,0 +1,123 @@
+"""The lean forward: which models take it, and that it computes what they compute themselves."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from groupwise.workloads.chat.engine_config import PolicyConfig
+from groupwise.workloads.chat.lean import LeanForward, lean_forward
+from groupwise.workloads.chat.packed import pack
+from groupwise.workloads.chat.pieces import normalised, rotated, rotation
+from groupwise.workloads.chat.policy import make_policy
+from groupwise.workloads.chat.sharing import OwnForward
+from workloads.chat.models import FAMILIES, llama, qwen3
+
+
+def forward_of(policy):
+    return type(policy._forwards[0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_models_of_llamas_build_take_it_and_others_compute_as_before(family):
+    policy = make_policy(FAMILIES[family](), PolicyConfig(path="shared"))
+    assert forward_of(policy) is (LeanForward if family in ("llama", "qwen3") else OwnForward)
+
+
+def test_adapters_and_gradient_checkpointing_take_it_too():
+    policy = make_policy(llama(), PolicyConfig(lora_rank=2, reference="adapter", gradient_checkpointing=True))
+    assert forward_of(policy) is LeanForward
+    copied = make_policy(llama(), PolicyConfig(reference="copy"))
+    assert [type(each) for each in copied._forwards] == [LeanForward, LeanForward]
+    assert copied._forwards[0].model is not copied._forwards[1].model
+
+
+def test_a_model_that_only_looks_like_llama_computes_as_before():
+    """Scaled outputs (as in Granite) under Llama's names: the comparison finds out."""
+    model = llama()
+
+    class Doubled(type(model.model.layers[0].mlp)):
+        def forward(self, values):
+            return 2 * super().forward(values)
+
+    for layer in model.model.layers:
+        layer.mlp.__class__ = Doubled
+    assert lean_forward(model.model) is not None
+    policy = make_policy(model, PolicyConfig(path="shared"))
+    assert forward_of(policy) is OwnForward
+
+
+def test_hooks_are_still_called():
+    model, heard = llama(), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
+    policy = make_policy(model, PolicyConfig(path="shared"))
+    heard.clear()
+    packed = pack([[3, 4]], [[[5]]], policy.device)
+    policy.hidden(packed.ids[None], packed.positions[None], packed)
+    assert heard == [1]
+
+
+def test_a_copy_of_a_policy_computes_with_its_own_weights():
+    policy = make_policy(llama(), PolicyConfig())
+    packed = pack([[3, 4]], [[[5]]], policy.device)
+    twin = copy.deepcopy(policy)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.zero_()
+    asked = packed.ids[None], packed.positions[None], packed
+    assert policy.hidden(*asked).abs().max() > 0
+    assert twin.hidden(*asked).abs().max() == 0
+
+
+@pytest.mark.parametrize("make", [llama, qwen3])
+def test_hidden_states_and_gradients_are_those_of_the_models_own_forward(make):
+    policy = make_policy(make(), PolicyConfig())
+    packed = pack([[3, 4, 5], [6, 7]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
+    asked = packed.ids[None], packed.positions[None], packed
+    found = []
+    for forward in (LeanForward(policy.causal_lm.base_model), OwnForward(policy.causal_lm.base_model)):
+        policy.zero_grad()
+        hidden = forward(*asked)
+        (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
+        grads = [weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None]
+        with torch.inference_mode():
+            found.append((hidden.detach(), forward(*asked).clone(), torch.cat(grads)))
+    for lean, own in zip(*found, strict=True):
+        assert (lean - own).norm() <= 1e-5 * own.norm()
+
+
+def test_a_norm_by_hand():
+    # mean of squares of (1, 7) is 25: x / 5 times the weight
+    values, weight = torch.tensor([[1.0, 7.0]]), torch.tensor([10.0, 1.0])
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            assert_close(normalised(values, weight, 0.0), torch.tensor([[2.0, 1.4]]))
+
+
+def test_a_quarter_turn_by_hand():
+    # cos 0, sin 1: the second half becomes the first with a minus, and the first the second
+    turn = rotation(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
+    assert rotated(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), turn).tolist() == [[[[-3.0, -4.0, 1.0, 2.0]]]]
+
+
+def test_the_pieces_have_the_gradients_that_autograd_finds():
+    torch.manual_seed(0)
+    values, weight = torch.randn(2, 3, 2, 8, requires_grad=True), torch.randn(8, requires_grad=True)
+    cos, sin = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+
+    def by_hand():
+        return rotated(normalised(values, weight, 1e-6), rotation(cos, sin))
+
+    def by_autograd():
+        normed = weight * values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)
+        turned = torch.cat((-normed[..., 4:], normed[..., :4]), -1)
+        return normed * cos[:, :, None] + turned * sin[:, :, None]
+
+    mix = torch.randn(2, 3, 2, 8)
+    for one, other in zip(
+        *(torch.autograd.grad((mix * f()).sum(), (values, weight)) for f in (by_hand, by_autograd)), strict=True
+    ):
+        assert_close(one, other, rtol=1e-5, atol=1e-5)
