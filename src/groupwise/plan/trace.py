@@ -77,7 +77,7 @@ def _nonzero(tensor: Tensor) -> Tensor:
 def _indexed(tensor: Tensor, indices: list[Tensor | None]) -> Tensor:
     """A mask takes all that it could, or what it does where its values are known."""
     known = [_places(index) if index is not None and index.dtype == torch.bool else [index] for index in indices]
-    return _aten.index.Tensor(tensor, [index for part in known for index in part])  # type: ignore[no-any-return]
+    return _aten.index.Tensor(tensor, [index for part in known for index in part])
 
 
 def _places(mask: Tensor) -> list[Tensor]:

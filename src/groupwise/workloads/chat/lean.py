@@ -65,8 +65,8 @@ class _Layer:
         query, key, value = (_linear(each, normed).view(by_head) for each in self.projections)
         if self.head_norms[0] is not None:
             query, key = _norm(self.head_norms[0], query), _norm(self.head_norms[1], key)
-        heads_first = (each.transpose(1, 2) for each in (rotated(query, turn), rotated(key, turn), value))
-        seen, _ = shared_attention(self.attention, *heads_first, None, scaling=self.scale, layout=layout)
+        query, key, value = (each.transpose(1, 2) for each in (rotated(query, turn), rotated(key, turn), value))
+        seen, _ = shared_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
         return _linear(self.out, seen.flatten(2))
 
 

@@ -71,7 +71,7 @@ class _Longest(Flight):
 
     def step_at(self, drawn: int) -> None:
         """Decode when each row has drawn so many tokens."""
-        self.drawn = torch.full((len(self.rows),), drawn)
+        self.drawn = [drawn] * len(self.rows)
         self._decode()
 
 
@@ -85,6 +85,7 @@ def followed_rollout(
     def act() -> None:
         with policy.sampling():
             flight = _Longest(policy, asked, of_row, torch.zeros(rows, completion_tokens), sampling, rows)
+            flight.head = flight.head.rounded()
             flight._admit()
             for drawn in range(1, completion_tokens):
                 places = min((keys.shape[2] for keys, _ in flight.own.layers.values()), default=0)
