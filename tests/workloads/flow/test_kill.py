@@ -23,7 +23,7 @@ def result_of(folder):
     return steps, read_lines(folder / "samples.jsonl"), [(newest / name).read_bytes() for name in files]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(450)
 def test_killed_twice_and_resumed_it_is_the_run_that_was_not(tmp_path):
     config = slow_recipe()
     gw.train(replace(config, run=replace(config.run, run_dir=tmp_path / "unbroken")))
