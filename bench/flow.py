@@ -4,6 +4,7 @@
     all       every step but the last is drawn and trained
     usual     the loop as it is usually written (bench/flow_usual.py): every step, stored twice, encodings recomputed,
               rewards normalised by prompt
+    regrouped the usual loop with rewards normalised by condition: what of its result is due to its groups
     global    the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
 
 Runs of one seed take turns step by step, so that a slow spell of the machine meets all of them alike. Seconds are of
@@ -36,7 +37,7 @@ from groupwise.workloads.flow.schedule import WindowConfig
 from groupwise.workloads.flow.workload import FlowWorkload
 
 _CONSOLE = Console(soft_wrap=True, highlight=False, width=150)
-KINDS = ("window", "all", "usual", "global")
+KINDS = ("window", "all", "usual", "regrouped", "global")
 
 
 @dataclass
@@ -88,12 +89,12 @@ def main(steps: int = 40, seeds: int = 3, kinds: tuple[str, ...] = KINDS) -> Non
 def _run(kind: str, steps: int, seed: int) -> Run:
     config = load_recipe("flow")
     sampling = config.workload.sampling  # type: ignore[attr-defined]
-    if kind in ("all", "usual"):
+    if kind in ("all", "usual", "regrouped"):
         sampling = replace(sampling, window=WindowConfig("all"))
     config = replace(config, workload=replace(config.workload, sampling=sampling), steps=steps, seed=seed)
     setup = set_up(config)
-    if kind == "usual":
-        usual = UsualLoop(setup)
+    if kind in ("usual", "regrouped"):
+        usual = UsualLoop(setup, by_prompt=kind == "usual")
         epochs = iter(range(steps))
         return Run(setup, lambda: _ignore(usual.epoch(next(epochs))), lambda: usual.stored_bytes)
     kept = _remember_bytes(setup)

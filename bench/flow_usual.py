@@ -1,7 +1,7 @@
 """The loop that flow models are usually trained with, transcribed plainly, for comparison; see bench/flow.py.
 
 Every step is drawn, kept (latents and next latents) and trained, members start from noise of their own, conditions are
-encoded for every batch anew, and rewards are normalised among rollouts of one prompt.
+encoded for every batch anew, and rewards are normalised among rollouts of one prompt, or of one condition if so asked.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Batch:
 class UsualLoop:
     """Same model, conditions, rewards, noise scale, clip and learning rate as the config's; the rest as usual."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, *, by_prompt: bool = True):
         assert isinstance(setup.workload, FlowWorkload)
         self.setup, self.workload = setup, setup.workload
         self.config: Config = setup.config
         self.sampling = setup.workload.config.sampling
         self.levels = torch.tensor(noise_levels(self.sampling))
-        self.stored_bytes = 0
+        self.by_prompt, self.stored_bytes = by_prompt, 0
 
     def epoch(self, step: int) -> float:
         """Sample, judge and train once; the mean reward."""
@@ -52,7 +52,8 @@ class UsualLoop:
         conditions = [self.workload.task.conditions[number] for number in rows.condition.tolist()]
         clips = self.workload.decode(torch.cat([batch.last for batch in batches]))
         rewards = weighed(judge_clips(self.workload.task.rewards, conditions, clips), self.workload.task.weights)
-        advantages = _by_prompt(rewards, [condition.prompt for condition in conditions])
+        keys = [condition.prompt if self.by_prompt else condition.name for condition in conditions]
+        advantages = _normalised(rewards, keys)
         self._train(batches, advantages.float())
         return rewards.mean().item()
 
@@ -92,9 +93,10 @@ class UsualLoop:
         state.optimiser.step()
 
 
-def _by_prompt(rewards: Tensor, prompts: list[str]) -> Tensor:
+def _normalised(rewards: Tensor, keys: list[str]) -> Tensor:
+    """Among rollouts whose key is the same."""
     advantages = torch.zeros_like(rewards)
-    for prompt in set(prompts):
-        same = torch.tensor([each == prompt for each in prompts])
+    for key in set(keys):
+        same = torch.tensor([each == key for each in keys])
         advantages[same] = (rewards[same] - rewards[same].mean()) / (rewards[same].std(correction=0) + 1e-6)
     return advantages.clamp(-5, 5)
