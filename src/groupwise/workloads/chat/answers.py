@@ -10,6 +10,7 @@ _NUMBER = re.compile(r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)")
 _WHOLE = re.compile(r"[-+]?(?:\d+|\d{1,3}(?:,\d{3})+)(?:\.\d*)?|[-+]?\.\d+")
 _MARKED = re.compile(r"####[ \t]*([^\n]*)")
 _RATIO = re.compile(r"([-+]?)\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
+_TWO_NUMBERS = re.compile(r"\d\s+[-+]?\.?\d")
 _DECORATION = re.compile(r"\\[,;! $%]|[\s$]|\\left|\\right|\{,\}(?=\d{3})")
 
 
@@ -45,7 +46,7 @@ def last_boxed(text: str) -> str | None:
 def as_number(text: str) -> Fraction | None:
     """A text that is a number and nothing else: 12, -3.50, 1,234, $5, 20%, 3/4, \\frac{3}{4}."""
     plain = _DECORATION.sub("", text).rstrip("%").rstrip(".")
-    if len(plain) > _LONGEST_NUMBER:  # a completion that repeats digits without end
+    if len(plain) > _LONGEST_NUMBER or _TWO_NUMBERS.search(text):  # digits repeated without end; '5 6' is not 56
         return None
     ratio = _RATIO.fullmatch(plain)
     parts = [ratio[1] + ratio[2], ratio[3]] if ratio else plain.split("/")
@@ -56,9 +57,13 @@ def as_number(text: str) -> Fraction | None:
 
 
 def _leading_number(text: str) -> Fraction | None:
-    """GSM8K's answers are bare numbers; a unit behind one ('18 dollars') does not make it another."""
+    """GSM8K's answers are bare numbers; a unit behind one ('18 dollars') does not make it another.
+
+    Two numbers side by side ('5 6', '3 1/2') are no answer: which of them is meant is anybody's guess.
+    """
     whole = as_number(text)
     if whole is not None:
         return whole
-    found = _NUMBER.match(text.strip().lstrip("$").strip())
-    return as_number(found[0]) if found else None
+    bare = text.strip().lstrip("$").strip()
+    found = _NUMBER.match(bare)
+    return as_number(found[0]) if found and not _TWO_NUMBERS.match(bare, found.end() - 1) else None
