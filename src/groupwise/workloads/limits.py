@@ -13,15 +13,19 @@ from functools import wraps
 from typing import Any
 
 
-def limited(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-    """The function, raising TimeoutError when a call, or what an async one awaits, takes longer."""
+def limited(function: Callable[..., Any], seconds: float, told: str | None = None) -> Callable[..., Any]:
+    """The function, raising TimeoutError (with the text `told`) when a call takes longer; an async one all in all."""
+    told = told or f"it took longer than the {seconds:g} s of judge.seconds"
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         in_main_thread = threading.current_thread() is threading.main_thread()
         run = _with_alarm if in_main_thread and hasattr(signal, "setitimer") else _in_a_thread
-        answer = run(lambda: function(*args, **kwargs), seconds)
-        return _awaited(answer, seconds) if inspect.isawaitable(answer) else answer
+        begun = time.monotonic()
+        answer = run(lambda: function(*args, **kwargs), seconds, told)
+        if not inspect.isawaitable(answer):
+            return answer
+        return _awaited(answer, max(0.0, seconds - (time.monotonic() - begun)), told)
 
     return call
 
@@ -30,7 +34,7 @@ class _OutOfTime(BaseException):
     """Not an Exception: a function that takes every Exception for a wrong answer must not take this one for it."""
 
 
-def _with_alarm(call: Callable[[], Any], seconds: float) -> Any:
+def _with_alarm(call: Callable[[], Any], seconds: float, told: str) -> Any:
     """Interrupts the function itself, so that nothing of it runs on: also a regular expression that never ends."""
     with _alarm(seconds) as has_rung:
         try:
@@ -38,7 +42,7 @@ def _with_alarm(call: Callable[[], Any], seconds: float) -> Any:
         except _OutOfTime:
             answer = None
     if has_rung:
-        raise TimeoutError(_told(seconds))
+        raise TimeoutError(told)
     return answer
 
 
@@ -62,7 +66,7 @@ def _alarm(seconds: float) -> Iterator[list[bool]]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 0.001), interval)
 
 
-def _in_a_thread(call: Callable[[], Any], seconds: float) -> Any:
+def _in_a_thread(call: Callable[[], Any], seconds: float, told: str) -> Any:
     """Where there are no alarms: what hangs stays behind in a thread that the end of the process does not wait for."""
     outcome: list[tuple[Any, BaseException | None]] = []
 
@@ -76,19 +80,15 @@ def _in_a_thread(call: Callable[[], Any], seconds: float) -> Any:
     thread.start()
     thread.join(seconds)
     if not outcome:
-        raise TimeoutError(_told(seconds))
+        raise TimeoutError(told)
     answer, error = outcome[0]
     if error is not None:
         raise error
     return answer
 
 
-async def _awaited(answer: Any, seconds: float) -> Any:
+async def _awaited(answer: Any, seconds: float, told: str) -> Any:
     try:
         return await asyncio.wait_for(answer, seconds)
     except TimeoutError as error:
-        raise TimeoutError(_told(seconds)) from error
-
-
-def _told(seconds: float) -> str:
-    return f"it took longer than the {seconds:g} s of judge.seconds"
+        raise TimeoutError(told) from error

@@ -54,8 +54,10 @@ class Judge(BaseHTTPRequestHandler):
         try:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(content)
-        except BrokenPipeError:  # the caller has stopped waiting
+            for part in [content[nth : nth + 1] for nth in range(40)] if self.path == "/trickle" else [content]:
+                self.wfile.write(part)
+                time.sleep(0.1 if self.path == "/trickle" else 0)
+        except (BrokenPipeError, ConnectionResetError):  # the caller has stopped waiting
             pass
 
     def log_message(self, *_):
@@ -105,6 +107,7 @@ def test_a_service_that_fails_twice_is_asked_a_third_time(address):
         ("words", "must be a number or null, not 'good'"),
         ("short", 'must be {"rewards": [3 numbers]}'),
         ("slow", "timed out"),
+        ("trickle", "timed out: no whole answer in 0.3 s"),
     ],
 )
 def test_what_does_not_come_is_missing_with_its_reason(address, path, said):

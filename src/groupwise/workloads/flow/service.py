@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor
 
+from groupwise.workloads.limits import limited
+
 
 class ServiceError(Exception):
     """The service did not give rewards; the text says why."""
@@ -30,7 +32,7 @@ class HttpReward:
 
     url: str
     timeout_s: float = 60.0
-    """Longest wait for one answer."""
+    """Longest wait for one whole answer, however many pieces it comes in."""
     retries: int = 2
     """Tries after the first."""
     pause_s: float = 0.5
@@ -65,6 +67,11 @@ class HttpReward:
         raise ServiceError(f"{self.url} gave no rewards in {self.retries + 1} tries; the last: {reason}")
 
     def _post(self, body: bytes) -> bytes:
+        told = f"timed out: no whole answer in {self.timeout_s:g} s"
+        content: bytes = limited(self._exchange, self.timeout_s, told)(body)
+        return content
+
+    def _exchange(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
             content: bytes = answer.read()
