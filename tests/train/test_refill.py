@@ -87,6 +87,34 @@ def test_refilled_steps_train_more_groups_and_say_what_was_dropped():
     assert "groups_tried" not in plain[0].figures
 
 
+class MutedAtTimes(SpreadAtTimes):
+    """Of the conditions worth telling apart, the even ones are masked whole (as truncated answers can be)."""
+
+    def rollout(self, rows):
+        found = super().rollout(rows)
+        return replace(found, mask=found.mask & (rows.condition % 2 != 0)[:, None])
+
+    def rewards(self, rollouts):
+        heard = replace(rollouts, mask=torch.ones_like(rollouts.mask))
+        return super().rewards(heard)
+
+
+class MutedConfig(TinyConfig):
+    def build(self, device):
+        return MutedAtTimes(self, device)
+
+
+def test_a_group_that_is_masked_whole_takes_no_place_and_is_replaced():
+    filled, _ = steps_of(replace(small(refill=3), workload=MutedConfig()))
+    for step in filled:
+        figures = step.figures
+        left = figures["groups_tried"] - figures["groups_dropped_without_spread"]
+        kept = left - figures["groups_dropped_beyond_need"]
+        assert figures["trained_rollouts"] == kept * recipe().group_size
+        assert kept == 4 or figures["groups_tried"] == 16, "further rounds until four groups can be trained"
+    assert any(step.figures["groups_tried"] > 4 for step in filled)
+
+
 def test_what_is_refilled_does_not_depend_on_placement_or_cut():
     whole, weights = steps_of(small(refill=2))
     other, others = steps_of(small(refill=2, placement="shuffled", rows_per_pass=1))

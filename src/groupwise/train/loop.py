@@ -66,12 +66,12 @@ def train_step(workload: Workload, state: State, shape: Shape, config: Config, c
     dropped: dict[str, float] = {}
     if config.refill:
         more = partial(try_out, workload, state=state, config=config, comm=comm, again=again)
-        first = Tried(placed, rollouts, group_ids, rewards)
-        placed, rollouts, group_ids, rewards = refill(first, config, more)
+        first = Tried(placed, rollouts, group_ids, rewards, gather_decided(rollouts, comm))
+        placed, rollouts, group_ids, rewards, decided = refill(first, config, more)
         laps.lap("refill_s")
     advantages = compare(rewards, group_ids, config.advantage)
     if config.refill:
-        advantages, dropped = keep_first(advantages, placed)
+        advantages, dropped = keep_first(advantages, placed, decided)
     comparison = Comparison(group_ids, rewards.total, advantages, share(comm, shape, placed.rounds))
     figures = update(workload, rollouts, comparison, state=state, config=config, comm=comm, again=again)
     laps.lap("update_s")
@@ -93,7 +93,7 @@ def try_out(
     rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
     group_ids = gather_ids(rollouts, placed, comm)
     terms = again("reward", gather_rewards, workload, rollouts, comm, state.cut)
-    return Tried(placed, rollouts, group_ids, weigh(terms, config.reward))
+    return Tried(placed, rollouts, group_ids, weigh(terms, config.reward), gather_decided(rollouts, comm))
 
 
 @torch.no_grad()
@@ -138,6 +138,11 @@ def gather_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> Tensor:
     group_ids = comm.gather(rollouts.group_ids)
     check_groups(placed.group, group_ids)
     return group_ids
+
+
+def gather_decided(rollouts: Rollouts, comm: Comm) -> Tensor:
+    """Which rollouts of the whole step have a decision that is not masked, in seat order."""
+    return comm.gather(rollouts.mask.any(1).cpu())
 
 
 def gather_rewards(workload: Workload, rollouts: Rollouts, comm: Comm, cut: Cut | None = None) -> Terms:

@@ -28,6 +28,8 @@ class Tried(NamedTuple):
     """Of this rank."""
     group_ids: Tensor
     rewards: Rewards
+    decided: Tensor
+    """Which rollouts have a decision that is not masked: the others move nothing."""
 
 
 def refill(tried: Tried, config: Config, try_out: Callable[[Placement], Tried]) -> Tried:
@@ -41,9 +43,14 @@ def refill(tried: Tried, config: Config, try_out: Callable[[Placement], Tried]) 
     return _joined(rounds)
 
 
-def keep_first(advantages: Advantages, placed: Placement) -> tuple[Advantages, dict[str, float]]:
-    """Train on the first conditions_per_step groups that have spread; say how many groups were dropped."""
-    with_spread = placed.group[advantages.trained].unique()
+def keep_first(
+    advantages: Advantages, placed: Placement, decided: Tensor | None = None
+) -> tuple[Advantages, dict[str, float]]:
+    """Train on the first conditions_per_step groups that have spread; say how many groups were dropped.
+
+    A group none of whose rollouts `decided` anything (None: all did) counts as one without spread.
+    """
+    with_spread = placed.group[advantages.trained if decided is None else advantages.trained & decided].unique()
     kept = with_spread[: placed.shape.conditions_per_step]
     trained = advantages.trained & torch.isin(placed.group, kept)
     values, decisions = advantages.values.clone(), advantages.trained_decisions
@@ -60,7 +67,7 @@ def keep_first(advantages: Advantages, placed: Placement) -> tuple[Advantages, d
 
 def _groups_with_spread(tried: Tried) -> int:
     found = compare(tried.rewards, tried.group_ids)
-    return found.groups - found.zero_spread_groups
+    return len(tried.group_ids[found.trained & tried.decided].unique())
 
 
 def _joined(rounds: Sequence[Tried]) -> Tried:
@@ -91,4 +98,5 @@ def _joined(rounds: Sequence[Tried]) -> Tried:
             sum(each.rewards.missing for each in rounds),
             join(own) if own else None,
         ),
+        join([each.decided for each in rounds]),
     )
