@@ -60,23 +60,30 @@ def compare(name: str, steps: int, micro_batch: int | None) -> None:
 
 
 def peak_of(side: str, case: Case, micro_batch: int) -> None:
-    """Print the growth of this process's largest memory over two steps."""
-    model_ready = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    if side == "trl":
-        run_trl(case, 2, micro_batch)
-    else:
-        list(groupwise_steps(case, 2))
-    print(1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - model_ready))
+    """Print the growth of this process's largest memory over two steps, after one of a model of next to no size: by
+    then all libraries are loaded.
+    """
+
+    def run(which: Case, steps: int, rows: int) -> int:
+        if side == "trl":
+            run_trl(which, steps, rows)
+        else:
+            list(groupwise_steps(which, steps))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    before = run(Case("tiny", prompt=4, new=8, group=4, width=32, layers=1), 1, 8)
+    print(1024 * (run(case, 2, micro_batch) - before))
 
 
-def memory(name: str) -> None:
+def memory(name: str, micro_batch: int | None) -> None:
     case = CASES[name]
     peaks: dict[str, int] = {}
-    for side, micro_batch in (("groupwise", case.rows), *(("trl", size) for size in (32, 16, 8))):
-        command = [sys.executable, __file__, "--case", name, "--peak-of", side, "--micro-batch", str(micro_batch)]
+    sizes = (micro_batch,) if micro_batch else (32, 16, 8)
+    for side, rows in (("groupwise", case.rows), *(("trl", size) for size in sizes)):
+        command = [sys.executable, __file__, "--case", name, "--peak-of", side, "--micro-batch", str(rows)]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        peaks[f"{side}, {micro_batch} rows a pass"] = int(output.split()[-1])
-    print(f"{case.name}: peak memory above that of the imports, two steps, each side in its own process")
+        peaks[f"{side}, {rows} rows a pass"] = int(output.split()[-1])
+    print(f"{case.name}: peak memory of two steps, above that of a tiny model's, each side in its own process")
     ours = next(iter(peaks.values()))
     for which, peak in peaks.items():
         print(f"  {which:<28} {peak / 2**20:8.0f} MiB   groupwise / this {ours / peak:5.2f}")
@@ -109,7 +116,7 @@ def main() -> None:
     if chosen.peak_of:
         peak_of(chosen.peak_of, CASES[chosen.case], chosen.micro_batch)
     elif chosen.memory:
-        memory(chosen.case or "vocabulary")
+        memory(chosen.case or "vocabulary", chosen.micro_batch)
     elif chosen.learn:
         learn(chosen.steps)
     else:

@@ -145,3 +145,13 @@ def test_a_model_that_turns_long_rows_otherwise_is_kept_to_short_ones():
     )
     assert make_policy(long, PolicyConfig()).longest == 16
     assert make_policy(llama(max_position_embeddings=64), PolicyConfig()).longest == 64
+
+
+def test_a_small_model_loads_without_a_progress_bar(tmp_path, capfd):
+    llama().save_pretrained(tmp_path)
+    transformers.utils.logging.enable_progress_bar()
+    load_policy(PolicyConfig(str(tmp_path)))
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.utils.logging.is_progress_bar_enabled(), "others get theirs all the same"
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "Loading weights" in capfd.readouterr().err

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.workloads.chat.kernels import attend, merge
@@ -16,16 +16,27 @@ _FIRST_PLACES = 32  # of a row's own cache; doubled when they are full
 class OwnCache:
     """Keys and values of the tokens that rows drew, [seats, key heads, places, width] in each layer."""
 
-    def __init__(self, seats: int, most_places: int):
+    def __init__(self, seats: int, most_places: int, device: torch.device):
         self.seats, self.most_places = seats, most_places
+        self.numbers = torch.arange(seats, device=device)
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def write(self, layer: int, where: Any, new: tuple[Tensor, Tensor], used: int) -> tuple[Tensor, Tensor]:
-        """Put one token a row [rows, key heads, 1, width] where it belongs; returns all that the rows have so far."""
-        keys, values = self._with_places(layer, new, used)
-        keys[where], values[where] = new[0][:, :, 0], new[1][:, :, 0]
-        rows = len(new[0])
-        return keys[:rows, :, :used], values[:rows, :, :used]
+    def write(
+        self, layer: int, places: Int64[Tensor, " rows"] | None, new: tuple[Tensor, Tensor], used: int
+    ) -> tuple[Tensor, Tensor]:
+        """Put one token a row [rows, key heads, 1, width] in its place, the last of the used ones where None is given;
+        returns all that the rows have so far.
+        """
+        rows = new[0].shape[0]
+        found = []
+        for cache, token in zip(self._with_places(layer, new, used), new, strict=True):
+            seen = cache[:rows, :, :used]
+            if places is None:
+                seen.narrow(2, used - 1, 1).copy_(token)
+            else:
+                seen[self.numbers[:rows], :, places] = token[:, :, 0]
+            found.append(seen)
+        return found[0], found[1]
 
     def move(self, source: int, target: int, used: int) -> None:
         """A row changes its seat."""
@@ -92,33 +103,27 @@ class Decoding:
 
     def __init__(self, own: OwnCache, prompts: PromptCache, prompt_of_seat: Sequence[int], device: torch.device):
         self.own, self.prompts = own, prompts
-        self.seats = torch.arange(len(prompt_of_seat), device=device)
+        self.device = device
         self.table, self.back = _seats_by_prompt(prompts.numbers, prompt_of_seat, device)
-        self.places, self.used = self.seats, 0
-        self.place: int | None = None
+        self.used = 0
+        self.places: Tensor | None = None
         self.bias: Tensor | None = None
 
     def place_tokens(self, places: Sequence[int], dtype: torch.dtype) -> None:
         """Where each row's next token goes in its own cache: after the tokens it has there."""
-        self.used, self.place, self.bias = max(places) + 1, None, None
+        self.used, self.places, self.bias = max(places) + 1, None, None
         if min(places) == max(places):
-            self.place = max(places)
             return
-        self.places = torch.tensor(places, device=self.seats.device)
-        absent = torch.arange(self.used, device=self.seats.device)[None] > self.places[:, None]
-        self.bias = torch.zeros(absent.shape, dtype=dtype, device=self.seats.device)
+        self.places = torch.tensor(places, device=self.device)
+        absent = torch.arange(self.used, device=self.device)[None] > self.places[:, None]
+        self.bias = torch.zeros(absent.shape, dtype=dtype, device=self.device)
         self.bias = self.bias.masked_fill_(absent, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """See `attention.Layout`: [rows, heads, 1, width]."""
         rows, heads, _, width = query.shape
         folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share keys become queries of one head
-        where = (
-            (slice(0, rows), slice(None), self.place)
-            if self.place is not None
-            else (self.seats, slice(None), self.places)
-        )
-        keys, values = self.own.write(layer, where, (key, value), self.used)
+        keys, values = self.own.write(layer, self.places, (key, value), self.used)
         own = attend(folded, keys, values, scale=scale, bias=self.bias)
         return merge(*self._attend_prompts(layer, folded, scale), *own).reshape(rows, 1, heads, width)
 

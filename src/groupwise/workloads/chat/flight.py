@@ -49,7 +49,8 @@ class Flight:
         """Of each seat: its row, and how many tokens that has drawn. The device is asked for nothing but tokens."""
         self.last = torch.empty(0, dtype=torch.int64, device=policy.device)
         """The last token of each seat."""
-        self.own, self.cached = OwnCache(min(seats, len(prompt_of_row)), sampling.max_new_tokens), PromptCache()
+        self.own = OwnCache(min(seats, len(prompt_of_row)), sampling.max_new_tokens, policy.device)
+        self.cached = PromptCache()
         self.after_prompt: dict[int, Tensor] = {}
         """The hidden state that predicts the first token, of each prompt in flight."""
         self.steps: list[_Step] = []
@@ -153,11 +154,13 @@ class Flight:
         order = torch.argsort(rows * self.sampling.max_new_tokens + places)
         lengths = torch.bincount(rows, minlength=len(self.prompt_of_row)).tolist()
 
-        def of_rows(name: str) -> Sequence[Tensor]:
-            return torch.cat([getattr(step.drawn, name) for step in self.steps]).cpu()[order].split(lengths)
+        drawn = Drawn.joined([step.drawn for step in self.steps])
 
-        kept = of_rows("kept") if self.sampling.truncates and self.sampling.temperature else [None] * len(lengths)
-        columns = zip(of_rows("ids"), of_rows("logp"), of_rows("entropy"), kept, strict=True)
+        def of_rows(column: Tensor) -> Sequence[Tensor]:
+            return column.cpu()[order].split(lengths)
+
+        kept = [None] * len(lengths) if drawn.kept is None else of_rows(drawn.kept)
+        columns = zip(of_rows(drawn.ids), of_rows(drawn.logp), of_rows(drawn.entropy), kept, strict=True)
         return [
             Completion(
                 tuple(ids.tolist()), logps.clone(), entropies.clone(), int(ids[-1]) in self.sampling.stop_ids, count

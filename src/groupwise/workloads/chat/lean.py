@@ -33,12 +33,13 @@ class LeanForward:
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         hidden = self.model.embed_tokens(ids)
         turn = rotation(*self.model.rotary_emb(hidden, position_ids=positions))
+        hidden = hidden.flatten(0, 1)  # products of matrices need no thought about further axes
         for layer in self.layers:
             if layer.module.training and torch.is_grad_enabled():  # transformers' sign for gradient checkpointing
                 hidden = checkpoint(layer, hidden, turn, layout, use_reentrant=False)
             else:
                 hidden = layer(hidden, turn, layout)
-        return _norm(self.model.norm, hidden)
+        return _norm(self.model.norm, hidden).view(*ids.shape, -1)
 
 
 class _Layer:
@@ -58,16 +59,22 @@ class _Layer:
     def __call__(self, hidden: Tensor, turn: Rotation, layout: Layout) -> Tensor:
         hidden = hidden + self._attended(_norm(self.before, hidden), turn, layout)
         normed = _norm(self.after, hidden)
-        return hidden + (self.mlp(normed) if self.gate is None else _gated(*self.gate, normed))
+        if self.gate is not None:
+            return hidden + _gated(*self.gate, normed)
+        return hidden + self.mlp(normed.view(*turn[0].shape[:2], -1)).view(hidden.shape)
 
     def _attended(self, normed: Tensor, turn: Rotation, layout: Layout) -> Tensor:
-        by_head = (*normed.shape[:2], -1, self.head_width)
-        query, key, value = (_linear(each, normed).view(by_head) for each in self.projections)
+        by_head = (*turn[0].shape[:2], -1, self.head_width)
+        query, key, value = [_linear(each, normed).view(by_head) for each in self.projections]
         if self.head_norms[0] is not None:
             query, key = _norm(self.head_norms[0], query), _norm(self.head_norms[1], key)
-        query, key, value = (each.transpose(1, 2) for each in (rotated(query, turn), rotated(key, turn), value))
+        query, key, value = (
+            rotated(query, turn).transpose(1, 2),
+            rotated(key, turn).transpose(1, 2),
+            value.transpose(1, 2),
+        )
         seen, _ = shared_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
-        return _linear(self.out, seen.flatten(2))
+        return _linear(self.out, seen.flatten(2).flatten(0, 1))
 
 
 def lean_forward(base_model: Any) -> LeanForward | None:
@@ -113,4 +120,4 @@ def _gated(gate: Any, activation: Any, up: Any, down: Any, values: Tensor) -> Te
 
 
 def _norm(module: Any, values: Tensor) -> Tensor:
-    return normalised(values, module.weight, module.variance_epsilon)
+    return normalised(values, module._parameters["weight"], module.variance_epsilon)

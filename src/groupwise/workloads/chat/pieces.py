@@ -24,7 +24,7 @@ def normalised(values: Values, weight: Float[Tensor, " width"], epsilon: float) 
         found: Tensor = _Normalised.apply(values, weight, epsilon)
         return found
     if values.dtype == weight.dtype == torch.float32:
-        return torch.nn.functional.rms_norm(values, weight.shape, weight, epsilon)
+        return torch.rms_norm(values, weight.shape, weight, epsilon)
     return _times_weight(values, _inverse_root(values, epsilon), weight)
 
 

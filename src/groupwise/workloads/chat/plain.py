@@ -40,21 +40,23 @@ def _generate_group(policy: Policy, prompt: Sequence[int], chances: Tensor, samp
             taken.append(drawn)
             alive = alive & ~torch.isin(drawn.ids, stops)
             cache, ids = output.past_key_values, drawn.ids[:, None]
-    return [_completion(taken, row, sampling) for row in range(len(chances))]
+    ids_of_rows = torch.stack([drawn.ids for drawn in taken], 1).tolist()
+    figures = [torch.stack([getattr(drawn, name) for drawn in taken], 1).cpu() for name in ("logp", "entropy")]
+    counts = [drawn.kept for drawn in taken if drawn.kept is not None]
+    kept = torch.stack(counts, 1).cpu() if counts else [None] * len(chances)
+    rows = zip(ids_of_rows, *figures, kept, strict=True)
+    return [_completion(ids, logps, entropies, count, sampling) for ids, logps, entropies, count in rows]
 
 
-def _completion(taken: Sequence[Drawn], row: int, sampling: Sampling) -> Completion:
-    ids = [int(drawn.ids[row]) for drawn in taken]
+def _completion(
+    ids: Sequence[int], logps: Tensor, entropies: Tensor, kept: Tensor | None, sampling: Sampling
+) -> Completion:
+    """A row up to its first stop token."""
     stop = next((place for place, token in enumerate(ids) if token in sampling.stop_ids), None)
     length = len(ids) if stop is None else stop + 1
-    counts = [drawn.kept[row] for drawn in taken[:length] if drawn.kept is not None]
-    return Completion(
-        ids=tuple(ids[:length]),
-        logps=torch.stack([drawn.logp[row] for drawn in taken[:length]]).cpu(),
-        entropies=torch.stack([drawn.entropy[row] for drawn in taken[:length]]).cpu(),
-        stopped=stop is not None,
-        kept=torch.stack(counts).cpu() if counts else None,
-    )
+    counts = None if kept is None else kept[:length].clone()
+    own = logps[:length].clone(), entropies[:length].clone()
+    return Completion(tuple(ids[:length]), *own, stopped=stop is not None, kept=counts)
 
 
 def score_plainly(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -19,10 +17,9 @@ from groupwise.workloads.chat.attention import Layout
 from groupwise.workloads.chat.engine_config import PolicyConfig
 from groupwise.workloads.chat.head import Head
 from groupwise.workloads.chat.sharing import Forward, share_prompts
+from groupwise.workloads.fetching import fetched, model_source
 
 __all__ = ["Policy", "PolicyConfig", "load_policy", "make_policy"]
-
-_Found = TypeVar("_Found")
 
 
 class Policy(nn.Module):
@@ -146,7 +143,11 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Pol
     """The model in a folder, or the one of that name on the hub, ready to be sampled and trained."""
     source = _source(config.model)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model, info = _fetched(source, lambda: load(source, dtype=_kept_dtype(config), output_loading_info=True))
+    model, info = fetched(
+        source,
+        lambda: load(source, dtype=_kept_dtype(config), output_loading_info=True),
+        called=f"policy.model is {source!r}, which",
+    )
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
@@ -196,27 +197,10 @@ def _with_adapter(model: Any, config: PolicyConfig) -> Any:
 
 
 def _source(name: str) -> str:
-    path = Path(name)
     if not name:
         raise UserError("policy.model is empty: name a folder made by save_pretrained(), or a model on the hub.")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"policy.model is {name!r}: that folder holds no config.json, so no model.")
-        return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(
-            f"policy.model is {name!r}: there is no such folder. Name one that is there, or one on the hub."
-        )
-    return name
-
-
-def _fetched(source: str, fetch: Callable[[], _Found]) -> _Found:
-    try:
-        return fetch()
-    except (OSError, ValueError, KeyError, SafetensorError) as fault:
-        where = "in this folder" if Path(source).is_dir() else "in the local cache and on the hub"
-        raise UserError(
-            f"policy.model is {source!r}, which cannot be loaded; it was looked for {where}. transformers says:"
-            f" {' '.join(str(fault).split())[:400]} Check the name and the network, or download the model and name its"
-            " folder."
-        ) from fault
+    return model_source(
+        name,
+        no_folder=f"policy.model is {name!r}: there is no such folder. Name one that is there, or one on the hub.",
+        no_model=f"policy.model is {name!r}: that folder holds no config.json, so no model.",
+    )

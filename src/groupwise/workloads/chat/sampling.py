@@ -6,6 +6,7 @@ stored is the log-probability in the distribution that was sampled from, after t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,13 +24,35 @@ Logits = Float[Tensor, "rows vocabulary"]
 
 @dataclass(frozen=True)
 class Drawn:
-    """One token a row."""
+    """One token a row, and of its distribution what the figures are made of: for many draws at once, when asked."""
 
     ids: Int64[Tensor, " rows"]
-    logp: Float[Tensor, " rows"]
-    entropy: Float[Tensor, " rows"]
+    taken: Float[Tensor, " rows"]
+    """The token's scaled logit."""
+    highest: Float[Tensor, " rows"]
+    total: Float[Tensor, " rows"]
+    """Sum of weights exp(logit - highest)."""
+    weighted: Float[Tensor, " rows"]
+    """Sum of weight x logit."""
     kept: Int64[Tensor, " rows"] | None
     """How many tokens had a chance; None where all had."""
+
+    @property
+    def logp(self) -> Float[Tensor, " rows"]:
+        """Log-probability in the distribution that was sampled from."""
+        return self.taken - (self.highest + self.total.log())
+
+    @property
+    def entropy(self) -> Float[Tensor, " rows"]:
+        return self.highest + self.total.log() - self.weighted / self.total
+
+    @staticmethod
+    def joined(parts: Sequence[Drawn]) -> Drawn:
+        """One after another."""
+        counts = [part.kept for part in parts if part.kept is not None]
+        names = ("ids", "taken", "highest", "total", "weighted")
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        return Drawn(**columns, kept=torch.cat(counts) if counts else None)
 
 
 def draw(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) -> Drawn:
@@ -51,14 +74,13 @@ def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) 
     weights = (scaled - highest).exp_()
     reached = weights.cumsum(-1)
     total = reached[:, -1:]
-    log_total = highest + total.log()
     # Rounded, a chance can become 1, past all tokens; the largest number below 1 stays below `total` when multiplied.
     goal = chances[:, None].to(reached).clamp_(max=1 - torch.finfo(reached.dtype).eps / 2) * total
     # Where the logits are no numbers any token will do: its log-probability is NaN, and the loop tells the user.
     ids = torch.searchsorted(reached, goal, right=True).clamp_(max=reached.shape[1] - 1)
     finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
-    entropy = log_total[:, 0] - torch.linalg.vecdot(weights, finite) / total[:, 0]
-    return Drawn(ids[:, 0], (scaled.gather(1, ids) - log_total)[:, 0], entropy, kept)
+    taken, ended = scaled.gather(1, ids), total.clone()  # a view would keep all of `reached`
+    return Drawn(ids[:, 0], taken[:, 0], highest[:, 0], ended[:, 0], torch.linalg.vecdot(weights, finite), kept)
 
 
 def scaled_logits(logits: Logits, sampling: Sampling) -> Logits:
@@ -96,4 +118,4 @@ def only_kept(scaled: Logits, kept: Int64[Tensor, " rows"], taken: Int64[Tensor,
 def _likeliest(logits: Logits) -> Drawn:
     ids = logits.argmax(-1)
     certain = torch.zeros(len(ids), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    return Drawn(ids, certain, certain, None)
+    return Drawn(ids, certain, certain, certain + 1, certain, None)

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from transformers.utils import cached_file
 
 from groupwise.core.errors import UserError
@@ -22,6 +21,7 @@ from groupwise.workloads.controller.knobs import KnobOptions
 from groupwise.workloads.controller.mosaic.model import load_mosaic
 from groupwise.workloads.controller.mosaic.steer import mosaic_options
 from groupwise.workloads.controller.options import default_options
+from groupwise.workloads.fetching import fetched, model_source
 
 EMBEDDED = "mosaic"
 _IMPORTANCE = "importance.json"
@@ -111,26 +111,15 @@ def _lasting(config: Any) -> Any:
 
 
 def _source(name: str | Path) -> str:
-    path = Path(name)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"The folder {path} holds no config.json, so no model: name one made by save_pretrained().")
-        return str(path)
-    if isinstance(name, Path) or str(name).startswith((".", "/", "~")) or str(name).count("/") > 1:
-        raise UserError(f"There is no folder {name}. Name a folder with a model, a name on the hub, or {EMBEDDED!r}.")
-    return name
+    return model_source(
+        name,
+        no_folder=f"There is no folder {name}. Name a folder with a model, a name on the hub, or {EMBEDDED!r}.",
+        no_model=f"The folder {name} holds no config.json, so no model: name one made by save_pretrained().",
+    )
 
 
 def _fetched(source: str, fetch: Callable[[], _Found]) -> _Found:
-    try:
-        return fetch()
-    except (OSError, ValueError, KeyError, SafetensorError) as fault:
-        where = "in this folder" if Path(source).is_dir() else "in the local cache and on the hub"
-        raise UserError(
-            f"The model {source!r} cannot be loaded; it was looked for {where}. transformers says:"
-            f" {' '.join(str(fault).split())[:400]} Check the name and the network, or download the model and name its"
-            f" folder; {EMBEDDED!r} is always there."
-        ) from fault
+    return fetched(source, fetch, called=f"The model {source!r}", remedy=f"; {EMBEDDED!r} is always there")
 
 
 def _weights(source: str, family: str, dtype: torch.dtype | str) -> Any:
