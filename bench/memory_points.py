@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -53,10 +54,13 @@ class Made:
     more: tuple[Tensor, ...] = ()
     """All tensors besides the policy's that are held."""
     follow_rollout: Callable[[], int] = lambda: 0
+    follow_update: Callable[[], int] | None = None
 
     def traced(self, stage: Stage) -> int:
         if stage == "rollout":
             return self.follow_rollout()
+        if self.follow_update is not None:
+            return self.follow_update()
         return traced_update(self.policy, self.one_pass, more=self.more)
 
 
@@ -70,8 +74,8 @@ class Point(Protocol):
 
 
 def two_groups(rows: int) -> Job:
-    """Two passes of one group each."""
-    return Job(Shape(10**6, 2, rows, 1, rows, "whole"), all_at_once=False)
+    """One group a pass, or less: two groups in all."""
+    return Job(Shape(10**6, 2, max(2, rows), 1, rows, "whole"), all_at_once=False)
 
 
 @dataclass(frozen=True)
@@ -147,12 +151,14 @@ class Flow:
         return VideoMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
 
     def made(self, fake: bool) -> Made:
-        from groupwise.workloads.flow.trace import scored_pass, transformer_like
+        from groupwise.workloads.flow.trace import followed_rollout, stages_of, transformer_like
         from groupwise.workloads.flow.training_parts import TrainConfig
 
         train = TrainConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
         transformer = transformer_like(self.sizes, train, fake=fake)
-        return Made(transformer, scored_pass(transformer, self.planned(), self.rows))
+        found = stages_of(transformer, self.planned(), self.job(), fake=fake)
+        follow = partial(followed_rollout, transformer, found)
+        return Made(transformer, found.one_pass, found.rollout, more=found.held, follow_rollout=follow)
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class Knobs:
     def made(self, fake: bool) -> Made:
         import transformers
 
-        from groupwise.workloads.controller.trace import controller_like, followed_rollout
+        from groupwise.workloads.controller.trace import controller_like, followed_rollout, followed_update
 
         config = transformers.LlavaConfig(
             vision_config=transformers.SiglipVisionConfig(**self.vision),
@@ -206,6 +212,7 @@ class Knobs:
             frozen=found.weights,
             more=found.frozen,
             follow_rollout=lambda: followed_rollout(found),
+            follow_update=lambda: followed_update(found, self.job()),
         )
 
 
@@ -225,6 +232,8 @@ def _points() -> dict[str, Point]:
         "chat tiny experts, checkpointing": Chat("olmoe", TINY | EXPERTS, kept),
         "chat tiny, prompt 256": Chat("llama", TINY, lengths=(256, 32), rows=16),
         "chat tiny, grouped heads, decoding": Chat("llama", TINY | grouped, stage="rollout"),
+        "chat tiny, bfloat16": Chat("llama", TINY, {"dtype": "bfloat16"}),
+        "chat tiny, bfloat16, decoding": Chat("llama", TINY, {"dtype": "bfloat16"}, stage="rollout"),
         "chat tiny, decoding": Chat("llama", TINY, stage="rollout"),
         "chat tiny experts, decoding": Chat("olmoe", TINY | EXPERTS, lengths=(256, 64), stage="rollout"),
         "chat 1.2B Llama, full": Chat("llama", ONE_BILLION, **large),
@@ -232,10 +241,13 @@ def _points() -> dict[str, Point]:
         "chat 1.2B Llama, LoRA, checkpointing": Chat("llama", ONE_BILLION, {"lora_rank": 32, **kept}, **large),
         "chat 1.2B Llama, decoding": Chat("llama", ONE_BILLION, rows=64, stage="rollout", **large),
         "chat 6.9B OLMoE, full": Chat("olmoe", OLMOE, lengths=(256, 256), true=False),
+        "chat 6.9B OLMoE, decoding": Chat("olmoe", OLMOE, rows=16, stage="rollout", **large),
         "flow tiny, all": Flow(WAN, "all"),
         "flow tiny, LoRA": Flow(WAN, "lora"),
         "flow tiny, LoRA, window 2": Flow(WAN, "lora", steps=2),
+        "flow tiny, drawing": Flow(WAN, "all", stage="rollout"),
         "flow 1.4B Wan, LoRA": Flow(WAN_1B, "lora", (16, 21, 60, 104), steps=2, rows=1, true=False),
+        "flow 1.4B Wan, drawing": Flow(WAN_1B, "lora", (16, 21, 60, 104), 2, 1, true=False, stage="rollout"),
         "controller tiny": Knobs(MOSAIC, SIGLIP),
         "controller tiny, policy": Knobs(MOSAIC, SIGLIP, stage="update"),
         "controller tiny, answers of 8": Knobs(MOSAIC, SIGLIP, new_tokens=8),

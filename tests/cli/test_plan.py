@@ -65,6 +65,28 @@ def test_recipes_are_planned(recipe, capsys):
     assert set(expected) <= set(parts["rollout"])
 
 
+SMALL = ["--conditions-per-step", "2", "--group-size", "2", "--rows-per-pass", "2"]
+FEW = {
+    "chat": ["--workload.sampling.max-new-tokens", "8", "--workload.data.longest-prompt", "64"],
+    "controller": ["--workload.estimator", "counted", "--workload.mosaics", "2", "--workload.held-out-mosaics", "1"],
+    "flow": ["--workload.scenes", "4", "--workload.held-out-scenes", "1"],
+}
+
+
+@pytest.mark.parametrize("recipe", FEW)
+def test_recipes_are_followed_with_fake_tensors_and_tried_for_real(recipe, capsys):
+    words = ["--device-memory", "32GiB", *SMALL, *FEW[recipe]]
+    assert main(["plan", recipe, *words, "--trace", "--probe", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for stage, size in found["trace"].items():
+        parts = found["parts"][stage]
+        planned = sum(parts.values()) - parts["framework (margin)"]
+        assert planned == pytest.approx(size, rel=0.10), stage
+    assert "update" in found["trace"]
+    assert set(found["probe"]) == {"rollout", "update"}
+    assert min(found["probe"].values()) > found["parts"]["update"]["weights"]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

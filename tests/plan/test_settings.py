@@ -16,7 +16,7 @@ from groupwise.plan.architecture import architecture
 from groupwise.plan.language import LanguageMemory
 from groupwise.plan.parts import MARGIN_BYTES, Job, Stages, Trained, fullest
 from groupwise.plan.plan import make_plan
-from groupwise.plan.settings import AGGRESSIVE, RECOMMENDED
+from groupwise.plan.settings import AGGRESSIVE, RECOMMENDED, lower_first
 
 GIB = 1 << 30
 MODEL = architecture(
@@ -56,6 +56,19 @@ def test_each_lowering_saves_what_it_says(rows, checkpointing, rank):
         peak = step.peak
     kinds = [step.changes_result for step in plan.lower]
     assert kinds == sorted(kinds), "what changes the result comes last"
+
+
+def test_what_saves_nothing_by_itself_is_named_with_what_builds_on_it():
+    """The update is the peak until it is checkpointed; then the rollout would be, but for fewer decoded rows."""
+
+    def stages(rollout, update):
+        return lambda job: Stages({"all": rollout}, {"all": update})
+
+    steps = [("decode_rows 8 -> 4", stages(60, 100), False), ("decode_rows 4 -> 2", stages(30, 100), False)]
+    steps += [("checkpointing on", stages(30, 40), False)]
+    (found,) = lower_first(job(rows=1), stages(90, 100), steps)
+    assert found.what == "checkpointing on; with decode_rows 2"
+    assert found.saves == pytest.approx(60, abs=4)  # and the margin's share of it
 
 
 def test_loops_hardly_change_the_peak_and_rows_do():

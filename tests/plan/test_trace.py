@@ -7,15 +7,19 @@ import torch
 import transformers
 from torch.profiler import ProfilerActivity, profile
 
+from groupwise.core.placement import Rows
 from groupwise.core.shape import Shape
 from groupwise.plan.architecture import architecture
-from groupwise.plan.frozen import FrozenMemory
+from groupwise.plan.frozen import FrozenMemory, vision_of
 from groupwise.plan.language import LanguageMemory
 from groupwise.plan.parts import Job
 from groupwise.plan.trace import LiveBytes, fake_tensors, traced_update
 from groupwise.plan.video import VideoMemory, video_model
 from groupwise.workloads.chat.engine_config import PolicyConfig
-from groupwise.workloads.chat.trace import policy_like, scored_pass
+from groupwise.workloads.chat.rollout import generate
+from groupwise.workloads.chat.sampling import Sampling
+from groupwise.workloads.chat.trace import followed_rollout, policy_like, scored_pass, traced_rollout
+from groupwise.workloads.controller.trace import controller_like, traced_controller
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": False}
@@ -111,8 +115,7 @@ CLIPS += [("all", 2, {"checkpointing": True}), ("lora", 1, {"checkpointing": Tru
 
 @pytest.mark.parametrize(("part", "steps", "fields"), CLIPS)
 def test_a_video_models_update(part, steps, fields):
-    from groupwise.workloads.flow.trace import scored_pass as scored_clips
-    from groupwise.workloads.flow.trace import transformer_like
+    from groupwise.workloads.flow.trace import followed_rollout, stages_of, transformer_like
     from groupwise.workloads.flow.training_parts import TrainConfig
 
     sizes = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
@@ -124,19 +127,85 @@ def test_a_video_models_update(part, steps, fields):
     assert numbers == memory.model.parameters + (memory.model.adapter_numbers(4) if rank else 0)
     job = Job(Shape(10**6, 2, 2, 1, 2, "whole"), all_at_once=False)
     assert memory.starts(job) == (1 if memory.branch else 2)
-    one = scored_clips(transformer, memory, 2, memory.starts(job))
-    planned = sum(memory.stages(job).update.values())
-    assert planned == pytest.approx(traced_update(transformer, one), rel=0.10)
+    found, planned = stages_of(transformer, memory, job), memory.stages(job)
+    update = traced_update(transformer, found.one_pass, more=found.held)
+    assert sum(planned.update.values()) == pytest.approx(update, rel=0.10)
+    assert sum(planned.rollout.values()) == pytest.approx(followed_rollout(transformer, found), rel=0.10)
+
+
+@pytest.mark.parametrize("kind", ["llama", "olmoe"])
+def test_trace_truth_and_arithmetic_of_a_chat_rollout_agree(kind):
+    """Two prompts, four rows each, to the last token: the rows' own caches grow once on the way."""
+    sizes = SIZES | ({"num_experts": 4, "num_experts_per_tok": 2} if kind == "olmoe" else {})
+    config = transformers.AutoConfig.for_model(kind, **sizes, pad_token_id=0, eos_token_id=1, bos_token_id=None)
+    lengths, rows = {"prompt_tokens": 24, "completion_tokens": 48}, 8
+    policy = policy_like(config, PolicyConfig(model="-"))
+    traced = traced_rollout(policy, followed_rollout(policy, prompts=2, rows=rows, **lengths), rows * 48)
+    policy = policy_like(config, PolicyConfig(model="-"), fake=False)
+    group = torch.arange(rows) // 4
+    placed = Rows(0, 0, rows, group, torch.arange(rows) % 4, group)
+    asked = [[1 + nth for nth in range(24)]] * 2
+    held = sum(t.nbytes for t in policy.buffers()) + 3 * sum(t.nbytes for t in policy.parameters())
+    said = []
+    truth = held + allocated(
+        lambda: said.extend(generate(policy, asked, group.tolist(), placed, Sampling(max_new_tokens=48)))
+    )
+    assert {len(each) for each in said} == {48}
+    assert traced == pytest.approx(truth, rel=0.02)
+    planned = LanguageMemory(architecture({"model_type": kind, **sizes}), 24, 48)
+    assert sum(planned.stages(JOB).rollout.values()) == pytest.approx(traced, rel=0.10)
+
+
+@pytest.mark.parametrize("new_tokens", [1, 4])
+def test_trace_truth_and_arithmetic_of_a_controllers_pass_agree(new_tokens):
+    text = SIZES | {"num_hidden_layers": 8, "num_experts": 4, "num_experts_per_tok": 4, "intermediate_size": 32}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"num_channels": 1, "image_size": 8, "patch_size": 4, "vision_use_head": False}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.SiglipVisionConfig(**vision),
+        text_config=transformers.OlmoeConfig(**text, pad_token_id=0, eos_token_id=1, bos_token_id=None),
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+        tie_word_embeddings=False,
+    )
+    memory = FrozenMemory(
+        architecture({"model_type": "olmoe", **text}),
+        vision_of(vision, 64),
+        {"low": 2, "high": 5},
+        positions=5,
+        question_tokens=4,
+        options=(2, 5, 3, 3),
+        new_tokens=new_tokens,
+    )
+    found = traced_controller(config, memory, JOB)
+    real = controller_like(config, memory, JOB, fake=False)
+    trained = sum(weight.nbytes for weight in real.policy.parameters())
+    held = sum(t.nbytes for t in (*real.frozen, *real.policy.buffers())) + 3 * trained
+    with torch.no_grad():
+        truth = held + allocated(real.rollout)
+    assert found["rollout"] == pytest.approx(truth, rel=0.02)
+    stages = memory.stages(JOB)
+    assert sum(stages.rollout.values()) == pytest.approx(found["rollout"], rel=0.10)
+    assert sum(stages.update.values()) == pytest.approx(found["update"], rel=0.10)
+
+
+def test_an_accelerators_optimiser_works_on_all_weights_at_once():
+    """AdamW holds one number more for each, in place of two for the largest weight."""
+    policy, numbers = torch.nn.Linear(100, 100), 100 * 101
+    found = [traced_update(policy, lambda: policy.weight.sum() + policy.bias.sum(), all_at_once=on) for on in (0, 1)]
+    # weights, gradients and two moments, besides the counts of steps; four bytes each
+    assert found[1] - found[0] == pytest.approx(4 * (numbers - 2 * 10_000), abs=4 * 300)
+    assert found[1] == pytest.approx(4 * 5 * numbers, rel=0.02)
 
 
 def test_finished_clips_are_not_counted_on_the_device():
     """They wait in the host's memory: more rollouts change nothing, more clips decoded at a time do."""
     sizes = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
     sizes |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "text_dim": 16}
-    for conditions, rows, expected in ((2, 1, 2 * 1000 * 2), (8, 1, 2 * 1000 * 2), (8, 4, 4 * 2 * 1000 * 2)):
-        memory = VideoMemory(video_model(sizes), (4, 4, 16, 16), 1, pixels=1000, number_bytes=2, decode_rows=rows)
+    for conditions, rows, expected in ((2, 1, 4_000_000), (8, 1, 4_000_000), (8, 4, 16_000_000)):
+        memory = VideoMemory(video_model(sizes), (4, 4, 16, 16), 1, pixels=10**6, number_bytes=2, decode_rows=rows)
         job = Job(Shape(10**6, conditions, 2, 1, 2, "whole"))
-        # the decoder's clips and the same within -1..1, in bfloat16
+        # the decoder's clips and the same within -1..1, in bfloat16: decode_rows x 2 x 10**6 x 2 bytes
         assert memory.stages(job).rollout["decoded frames"] == expected
 
 

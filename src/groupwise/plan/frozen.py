@@ -91,7 +91,7 @@ class FrozenMemory:
         prefix = questions * every_tier * (self.positions * per_block + text.width) * number
         own_blocks = text.layers - (self.positions + 1) / 2
         cache = int(rows * longest * own_blocks * per_block) * number
-        one_block = rows * longest * (self._wide_moment() + per_block) * number
+        one_block = int(rows * longest * (self._wide_moment(rows / questions) + per_block)) * number
         seen = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
         vision = seen * self.vision.patches * (5 * self.vision.width + 2 * self.vision.inner) * number
         more = self.new_tokens - 1
@@ -106,11 +106,18 @@ class FrozenMemory:
             "logits": rows * text.vocabulary * number,
         }
 
-    def _wide_moment(self) -> int:
+    def _wide_moment(self, members: float) -> float:
         """Numbers of a token inside the feed-forward part or its experts."""
         text = self.text
-        times = text.top_k if text.experts else 1
+        times = self._mean_top_k(members) if text.experts else 1
         return times * max(4 * text.inner, 3 * text.inner + text.width) + 2 * text.width
+
+    def _mean_top_k(self, members: float) -> float:
+        """Of a question's rows, if no two go on alike: at full top-k all positions would be the same way."""
+        _, positions, top_ks, _ = self.options
+        fewer = [self.text.top_k - less for less in range(1, top_ks) for _ in range(positions)]
+        taken = fewer[: max(1, round(members))] or [self.text.top_k]
+        return sum(taken) / len(taken)
 
     def smaller(self) -> list[tuple[str, FrozenMemory, bool]]:
         found: list[tuple[str, FrozenMemory, bool]] = []

@@ -85,7 +85,7 @@ class LanguageMemory:
             "drawn tokens": job.shape.rollouts_per_rank * self.completion_tokens * DRAWN_BYTES,
             "cast weights": self._cast_weights(),
         }
-        prefill = entering * self._widest * wide + model.kv_bytes(entering, number)
+        prefill = max(entering * self._widest * wide, of_prompts)  # then keys and values move into the cache
         waits = rows < job.shape.rollouts_per_rank
         moments = [
             {"KV cache": of_prompts + own, "activations": rows * self._widest * wide, **always},

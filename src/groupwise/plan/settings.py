@@ -115,10 +115,16 @@ def lower_first(job: Job, predict: Predict, smaller: Sequence[tuple[str, Predict
         if after < peak:
             found.append(Lowering(f"rows_per_pass {rows} -> {fewer}", peak - after, after, False))
         peak, rows = after, fewer
+    silent: dict[str, str] = {}  # what saves nothing by itself is named with the next that does, which builds on it
     for what, predicted, changes in smaller:
         after = predicted(now).with_margin().peak
         if after < peak:
-            found.append(Lowering(what, peak - after, after, changes))
+            built_on = f"; with {', '.join(silent.values())}" if silent else ""
+            found.append(Lowering(what + built_on, peak - after, after, changes))
+            silent = {}
+        else:
+            name, value = what.split()[0], what.split(":")[0].rsplit("-> ")[-1]
+            silent[name] = f"{name} {value}" if "->" in what else what
         peak = after
     return found
 

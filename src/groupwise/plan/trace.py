@@ -98,6 +98,7 @@ def _grouped_shape(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _number,
+    _aten.item.default: _number,
     _aten.nonzero.default: _nonzero,
     _aten.index.Tensor: _indexed,
     _aten.bincount.default: _counts,

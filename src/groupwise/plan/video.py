@@ -157,7 +157,7 @@ class VideoMemory:
         first_weights = 0 if self.lora_rank is not None else trained.trained * trained.trained_bytes
         return parts | {"reference": first_weights // job.shards}
 
-    def _trajectory(self, job: Job) -> int:
+    def trajectory_bytes(self, job: Job) -> int:
         """The window's latents and the finished one of every row of a rank."""
         kept = (self.trained_steps + 1) * self.stored_bytes + 4
         return job.shape.rollouts_per_rank * self._numbers * kept
@@ -168,14 +168,18 @@ class VideoMemory:
         return job.prompts_in(rows) if self.branch else rows
 
     def _rollout(self, job: Job) -> dict[str, int]:
-        rows = job.shape.rows_per_pass
-        one_block = 9 * self.model.width + 2 * self.model.inner
-        return {
-            "latents": self._trajectory(job),
-            "activations": rows * self.tokens * one_block * self.number_bytes,
-            "decoded frames": 2 * min(self.decode_rows, job.shape.rollouts_per_rank) * self.pixels * self.number_bytes,
-            "text encoder or VAE": self.visitors,
-        }
+        """In the attention or the feed-forward part of a block, widths as traced; or when clips are decoded.
+
+        All rows of a pass take the steps behind the window, which there always are, whatever they shared before.
+        """
+        wide, inner, rows = self.model.width, self.model.inner, job.shape.rows_per_pass
+        one_block = int(max(14.25 * wide, 4.3 * wide + 2 * inner))
+        decoded = 2 * min(self.decode_rows, job.shape.rollouts_per_rank) * self.pixels * self.number_bytes
+        moments = [
+            {"activations": rows * self.tokens * one_block * self.number_bytes},
+            {"decoded frames": decoded, "text encoder or VAE": self.visitors},
+        ]
+        return {"latents": self.trajectory_bytes(job)} | max(moments, key=lambda parts: sum(parts.values()))
 
     def _update(self, job: Job) -> dict[str, int]:
         later = job.shape.rows_per_pass * (self.trained_steps - 1)
@@ -187,7 +191,7 @@ class VideoMemory:
             2 if self.lora_rank else 4
         ) * wide
         return {
-            "latents": self._trajectory(job),
+            "latents": self.trajectory_bytes(job),
             "activations": self.tokens * ((self.starts(job) + later) * held + rows * moment),
         }
 

@@ -17,6 +17,8 @@ from groupwise.train.config import differing_fields, to_dict
 from groupwise.train.folder import read_lines
 from groupwise.workloads.chat.config import EvalConfig, JudgeConfig
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from groupwise.workloads.chat.rollout import generate
+from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
 from workloads.chat.tiny import QUESTIONS, byte_tokenizer, chat_config, recipe
 
@@ -162,6 +164,34 @@ def test_a_run_does_not_go_on_with_other_questions(tmp_path):
     file.write_text("".join([*rest, first]))
     with pytest.raises(UserError, match=r"another questions\.json"):
         train(replace(config, steps=2), tmp_path / "run", resume=True, preflight=False)
+
+
+def test_short_of_memory_evaluations_take_fewer_rows_and_completions_shrink_by_leave(folder, tmp_path, monkeypatch):
+    expected = chat_config(folder).build(CPU).evaluate()
+    score, asked = ChatWorkload.score, []
+
+    def cramped_score(self, rollouts):
+        if rollouts.logp.shape[1] > 3:
+            raise MemoryError
+        return score(self, rollouts)
+
+    def cramped_generate(*words, decode_rows):
+        asked.append(decode_rows)
+        if decode_rows > 8:
+            raise MemoryError
+        return generate(*words, decode_rows=decode_rows)
+
+    monkeypatch.setattr(ChatWorkload, "score", cramped_score)
+    monkeypatch.setattr("groupwise.workloads.chat.workload.generate", cramped_generate)
+    config = replace(recipe(folder), steps=2)
+    summary = train(config, tmp_path, preflight=False, samples_per_step=32, may_shrink=("max_new_tokens",))
+    assert asked[:6] == [256, 128, 64, 32, 16, 8]
+    assert summary.eval_before == pytest.approx(expected)
+    for entry in read_lines(tmp_path / "metrics.jsonl"):
+        assert (entry["max_new_tokens"], entry["rows_per_pass"], entry["evaluation_rows"]) == (3, 1, 8)
+    assert max(sample["tokens"] for sample in read_lines(tmp_path / "samples.jsonl")) == 3
+    with pytest.raises(UserError, match="Out of memory in update with rows_per_pass 1"):
+        train(config, tmp_path / "not allowed", preflight=False)
 
 
 def test_knobs_of_memory_may_change_on_resume_and_others_may_not(folder):

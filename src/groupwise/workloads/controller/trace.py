@@ -88,10 +88,14 @@ def traced_controller(
 ) -> dict[str, int]:
     """Highest bytes of a rollout's pass and of the update's last one."""
     found = controller_like(model_config, memory, job, options=options)
-    return {
-        "rollout": followed_rollout(found),
-        "update": traced_update(found.policy, found.one_pass, more=found.frozen, **of_update(job)),
-    }
+    return {"rollout": followed_rollout(found), "update": followed_update(found, job)}
+
+
+def followed_update(found: Followed, job: Job) -> int:
+    """Highest bytes of the update's last pass: the model is held and not asked, since rollouts have remembered it."""
+    with LiveBytes(), torch.no_grad():
+        found.one_pass()
+    return traced_update(found.policy, found.one_pass, more=found.frozen, **of_update(job))
 
 
 def _question(nth: int, memory: FrozenMemory, model_config: Any, *, fake: bool) -> Question:

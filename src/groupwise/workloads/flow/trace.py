@@ -1,9 +1,10 @@
-"""A flow model's update followed with fake tensors: the transformer's real passes, no memory."""
+"""A flow model's steps and update followed with fake tensors: the transformer's real passes, no memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from groupwise.plan.parts import Job
-from groupwise.plan.trace import fake_tensors, make_fake, of_update, traced_update
+from groupwise.plan.trace import fake_tensors, make_fake, of_update, traced, traced_update
 from groupwise.plan.video import VideoMemory
 from groupwise.workloads.flow.models.adapters import choose_trained
 from groupwise.workloads.flow.models.base import GuidedVelocity
@@ -38,44 +39,76 @@ def transformer_like(
     return transformer
 
 
-def scored_pass(
-    transformer: WanTransformer3DModel, memory: VideoMemory, rows: int, groups: int | None = None
-) -> Callable[[], Tensor]:
-    """The loss of one pass: every step of the window scored, as the workload does.
+@dataclass(frozen=True)
+class Followed:
+    """A pass of rollout, a pass of update, and what is held besides the transformer."""
 
-    The rows are of so many groups, whose members may share the window's first step; None where each has its own.
+    rollout: Callable[[], object]
+    one_pass: Callable[[], Tensor]
+    held: tuple[Tensor, ...]
+
+
+def stages_of(transformer: WanTransformer3DModel, memory: VideoMemory, job: Job, *, fake: bool = True) -> Followed:
+    """Every step of the window drawn, and scored, as the workload does; rows are as many as go together.
+
+    Rows of a group may share the window's first step. A rollout goes on with each row's own, to the last.
     """
+    rows, shape, window = job.shape.rows_per_pass, memory.latent, range(1, memory.trained_steps + 1)
     guidance = 5.0 if memory.guided else 1.0
     sampling = SamplingConfig(steps=memory.trained_steps + 2, guidance=guidance, branch=memory.branch)
-    shape, words = memory.latent, memory.text_tokens
-    text = torch.zeros(rows, words, memory.model.text_width)
+    velocity = _velocity(transformer, memory, rows, guidance)
+    path = torch.zeros(rows, memory.trained_steps + 1, *shape)
+    group = torch.arange(rows) % memory.starts(job)
+    denoiser = Denoiser(sampling, shape, window, torch.device("cpu"))
+
+    def logp(nth: int) -> Tensor:
+        steps, alike = torch.full((rows,), window[nth]), denoiser.alike(group, nth)
+        return log_probability(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, steps, alike=alike))
+
+    def scored() -> Tensor:
+        return torch.stack([logp(nth) for nth in range(memory.trained_steps)], dim=1)
+
+    def rollout() -> object:
+        return scored(), denoiser.after(path[:, -1], velocity)
+
+    return Followed(rollout, lambda: scored().exp().mean(), _held(transformer, memory, job, fake=fake))
+
+
+def _velocity(transformer: WanTransformer3DModel, memory: VideoMemory, rows: int, guidance: float) -> GuidedVelocity:
+    text = torch.zeros(rows, memory.text_tokens, memory.model.text_width)
     encoding = {
         "text": text,
         "unprompted_text": text,
-        "source": torch.zeros(rows, *shape),
-        "camera": torch.zeros(rows, shape[1], POSE),
+        "source": torch.zeros(rows, *memory.latent),
+        "camera": torch.zeros(rows, memory.latent[1], POSE),
     }
-    path = torch.zeros(rows, memory.trained_steps + 1, *shape)
     model = SimpleNamespace(
         velocity=lambda latents, sigma, told: camera_velocity(transformer, latents, 1000 * sigma, **told).float()
     )
-    velocity = GuidedVelocity(model, encoding, sampling.guidance)
-    alike = torch.arange(rows) % (groups or rows)
+    return GuidedVelocity(model, encoding, guidance)
 
-    def one_pass() -> Tensor:
-        denoiser = Denoiser(sampling, shape, range(0), torch.device("cpu"))
-        found = []
-        for nth in range(memory.trained_steps):
-            steps, same = torch.full((rows,), nth), denoiser.alike(alike, nth)
-            transition = denoiser.transition(path[:, nth], velocity, steps, alike=same)
-            found.append(log_probability(path[:, nth + 1], transition))
-        return torch.stack(found, dim=1).exp().mean()
 
-    return one_pass
+def _held(transformer: WanTransformer3DModel, memory: VideoMemory, job: Job, *, fake: bool) -> tuple[Tensor, ...]:
+    """The first weights, where all or some of the model's own are trained, and the rollouts' latents."""
+    trained = [weight for weight in transformer.parameters() if weight.requires_grad and memory.lora_rank is None]
+    with fake_tensors() if fake else nullcontext():
+        latents = torch.empty(memory.trajectory_bytes(job), dtype=torch.uint8)
+        return (latents, *(torch.empty_like(weight) for weight in trained))
+
+
+def followed_rollout(transformer: WanTransformer3DModel, found: Followed) -> int:
+    """Highest bytes of a rollout's steps, with AdamW's moments; decoding the clips is not followed."""
+    trained = [weight for weight in transformer.parameters() if weight.requires_grad]
+    with fake_tensors():
+        moments = [torch.empty_like(weight) for weight in trained for _ in range(2)]
+    return traced(found.rollout, *transformer.parameters(), *transformer.buffers(), *found.held, *moments)
 
 
 def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: VideoMemory, job: Job) -> dict[str, int]:
-    """Highest bytes of the update, of a transformer in float32."""
+    """Highest bytes of a rollout's steps and of the update's last pass, of a transformer in float32."""
     transformer = transformer_like(content, train, checkpointing=memory.checkpointing)
-    one = scored_pass(transformer, memory, job.shape.rows_per_pass, memory.starts(job))
-    return {"update": traced_update(transformer, one, **of_update(job))}
+    found = stages_of(transformer, memory, job)
+    return {
+        "rollout": followed_rollout(transformer, found),
+        "update": traced_update(transformer, found.one_pass, more=found.held, **of_update(job)),
+    }
