@@ -101,8 +101,8 @@ class LanguageMemory:
     @property
     def _inner_at_once(self) -> int:
         """Widest moment of the feed-forward part, a token."""
-        times = self.model.top_k if self.model.experts else 1
-        return 3 * times * self.model.inner
+        model = self.model
+        return 3 * model.top_k * (model.inner + model.width) if model.experts else 3 * model.inner
 
     # Update: one pass
 

@@ -84,7 +84,7 @@ def _with_cut(path: Path, state: State) -> Path:
     """A checkpoint that is there already, with the pieces that were lowered since it was written."""
     meta = read_meta(path)
     cut = json.loads(json.dumps(asdict(state.cut)))
-    if meta["cut"] != cut:
+    if meta.get("cut") != cut:
         meta["cut"] = cut
         meta["sha256"][META] = hash_of_meta(meta)
         draft = path / f".{META}.new"

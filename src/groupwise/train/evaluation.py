@@ -38,7 +38,7 @@ def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> 
     check_same_files(path, setup.workload.files())
     restore(path, setup.state)
     recovery = Recovery(setup.workload, setup.state.cut, setup.shape, warn)
-    recovery.restore(read_meta(path)["cut"])
+    recovery.restore(read_meta(path).get("cut", {}))
     figures = log_evaluation(setup, folder, None, f"step {setup.state.step}", again=recovery.attempt)
     report, pictures = recovery.attempt("evaluation", _report, setup, folder)
     return Evaluation(setup.state.step, figures, report, pictures, setup.comm.is_main)

@@ -205,7 +205,9 @@ def check_shrinkable(workload: Workload, names: Sequence[str]) -> None:
     for name in names:
         if name not in workload.shrinkable:
             offered = " or ".join(workload.shrinkable) or "nothing"
-            groups = " Members of a group go through the model pass after pass: fewer of them need no less memory."
+            groups = (
+                " Members of a group go through the model one after another then: fewer of them hardly save memory."
+            )
             raise UserError(
                 f"--may-shrink names '{name}': {type(workload).__name__} can shrink {offered} when memory runs out at"
                 f" one row.{groups if name == 'group_size' else ''}"
