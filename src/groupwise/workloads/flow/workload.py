@@ -38,12 +38,11 @@ class FlowWorkload(Workload):
         self.conditions = len(task.conditions)
         self.group_ids = ids_of(task.conditions)
         keep = {"remembered": config.remembered_conditions, "rows_per_pass": config.encode_rows_per_pass}
-        self.stage_rows = {"reward": config.encode_rows_per_pass}
         if config.gradient_checkpointing:
             keep_block_inputs_only(self.policy)
         self.encodings = Encodings(self.model, task.conditions, **keep)
         self.held_out_encodings = Encodings(self.model, task.held_out, **keep)
-        self.stage_rows = {"evaluation": config.eval_rows_per_pass}
+        self.stage_rows = {"reward": config.encode_rows_per_pass, "evaluation": config.eval_rows_per_pass}
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Shared steps once per group, then each member's own."""
