@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = (
     "Bytes by part for rollout and update, three settings side by side, and what to lower first. Integers only: nothing"
-    " is loaded. Besides the fields of the recipe: --device-memory 32GiB, --ranks 8, --sharded (FSDP), --trace (follow"
-    " an update with fake tensors), --probe (run a step on this device), --picture FILE.png. In place of a recipe, a"
-    " model's config.json will do: `groupwise plan config.json --help`."
+    " is loaded. Besides the fields of the recipe: --device-memory 32GiB, --ranks 8, --sharded (FSDP, by arithmetic"
+    " alone), --trace (follow a rollout and an update with fake tensors), --probe (run them on this device), --picture"
+    " FILE.png. In place of a recipe, a model's config.json will do: `groupwise plan config.json --help`."
 )
 _PLENTY = 10**12
 
