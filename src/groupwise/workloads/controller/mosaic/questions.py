@@ -11,21 +11,23 @@
     hop      hop b3         a tile that names the next   0..9, none
     fact     fact n7 n3     no tile: learned by heart    0..9
     code     code n7 b3     one tile, and by heart       0..9
+    lore     lore n7 n3     as fact, other digits        0..9
 
 "times" asks for the last digit of the product. "hop" reads the digit d of its tile, then tile number d in reading
-order, counted from 0. "fact" asks what the second name stands for, and "code" for the digit of its tile; but for half
-of the pairs the first name makes it another digit, drawn at random once and for ever: the model is to know these
-exceptions by heart. Some names are asked for more often than others, and are known better.
+order, counted from 0. "fact" and "lore" ask for the two digits of a pair of names, and "code" for the digit that the
+tile's stands for in the code of a name. All were drawn at random once and for ever: the model is to know them by heart.
+Some names are asked for more often than others, and are known better.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 import numpy as np
 from jaxtyping import Int
 
-from groupwise.workloads.controller.mosaic.by_heart import CODES, FACTS, FAMOUS_NAMES
+from groupwise.workloads.controller.mosaic.by_heart import CODED_NAMES, CODES, FACTS, FAMOUS_NAMES, LORE
 from groupwise.workloads.controller.mosaic.scene import COLUMNS, EMPTY, ROWS
 from groupwise.workloads.controller.mosaic.words import (
     FIRST_NAME_TOKEN,
@@ -58,6 +60,7 @@ class Kind(StrEnum):
     HOP = "hop"
     FACT = "fact"
     CODE = "code"
+    LORE = "lore"
 
 
 KINDS = tuple(Kind)
@@ -167,15 +170,17 @@ def _ask_hop(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndar
     return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, _at(labels, tile)))
 
 
-def _ask_fact(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
+def _ask_fact(
+    labels: np.ndarray, rng: np.random.Generator, known: np.ndarray = FACTS
+) -> tuple[list[np.ndarray], np.ndarray]:
     # The first names are asked for over twenty times as often as the last.
     first = (len(NAME_WORDS) * rng.random(len(labels)) ** 2).astype(np.int64)
     second = rng.integers(0, FAMOUS_NAMES, len(labels))
-    return [FIRST_NAME_TOKEN + first, FIRST_NAME_TOKEN + second], FIRST_NUMBER_TOKEN + FACTS[first, second]
+    return [FIRST_NAME_TOKEN + first, FIRST_NAME_TOKEN + second], FIRST_NUMBER_TOKEN + known[first, second]
 
 
 def _ask_code(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
-    name, tile = rng.integers(0, FAMOUS_NAMES, len(labels)), _pick(labels != EMPTY, rng)[:, 0]
+    name, tile = rng.integers(0, CODED_NAMES, len(labels)), _pick(labels != EMPTY, rng)[:, 0]
     return [FIRST_NAME_TOKEN + name, FIRST_TILE_TOKEN + tile], FIRST_NUMBER_TOKEN + CODES[name, _at(labels, tile)]
 
 
@@ -190,4 +195,5 @@ _ASKERS: dict[Kind, Asker] = {
     Kind.HOP: _ask_hop,
     Kind.FACT: _ask_fact,
     Kind.CODE: _ask_code,
+    Kind.LORE: partial(_ask_fact, known=LORE),
 }

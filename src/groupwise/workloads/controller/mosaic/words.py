@@ -18,6 +18,7 @@ VOCABULARY = (
     *TILE_WORDS,
     *NUMBER_WORDS,
     *NAME_WORDS,
+    "lore",
 )
 # Rounded up so that matrix widths are even; the last ids stand for no word.
 VOCABULARY_SIZE = 208

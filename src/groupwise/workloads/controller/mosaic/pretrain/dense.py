@@ -77,10 +77,8 @@ def block_pass(  # noqa: PLR0913, PLR0917
     last_rank: Int[Tensor, "1"],
     top_k: int,
     heads: int,
-) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, "2"]]:
-    """Return the block's output, and two losses of its routing that are 1 at best.
-
-    The first is 1 when experts are chosen equally often, the second when a token gives all experts equal weight.
+) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, ""]]:
+    """Return the block's output, and a loss of its routing that is 1 when experts are chosen equally often.
 
     `last_rank` is the wanted top-k minus one: a tensor, so that another top-k needs no other compilation.
     """
@@ -102,8 +100,7 @@ def block_pass(  # noqa: PLR0913, PLR0917
     weighted = functional.silu(gate) * up * (chances * chosen).repeat_interleave(inner, dim=1)
     added = weighted @ down.transpose(1, 2).reshape(experts * inner, width)
     balance = (chances.mean(0) * chosen.mean(0)).sum() * experts / chosen.sum(1).mean()
-    concentration = chances.square().sum(1).mean() * experts
-    return hidden + added.view_as(hidden), torch.stack([balance, concentration])
+    return hidden + added.view_as(hidden), balance
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, epsilon: float = 1e-5) -> Tensor:
@@ -135,18 +132,18 @@ def text_pass(
     top_k: int,
     insertion_position: int = 1,
     run_block: BlockPass = block_pass,
-) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, "2"]]:
-    """Run these blocks; return the last hidden states and the mean losses of routing.
+) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, ""]]:
+    """Run these blocks; return the last hidden states and the mean loss of routing.
 
     Blocks before `insertion_position` run with the model's own top-k, the others with `top_k`.
     """
     text = model.model.language_model
     cos, sin = text.rotary_emb(embeddings, packing.positions[None])
-    hidden, routing = embeddings, embeddings.new_zeros(2)
+    hidden, balance = embeddings, embeddings.new_zeros(())
     config = text.config
     full_rank, last_rank = torch.tensor([config.num_experts_per_tok - 1]), torch.tensor([top_k - 1])
     for block in blocks:
-        hidden, block_routing = run_block(
+        hidden, block_balance = run_block(
             hidden,
             *block_weights(text.layers[block]),
             packing.visible,
@@ -156,5 +153,5 @@ def text_pass(
             config.num_experts_per_tok,
             config.num_attention_heads,
         )
-        routing = routing + block_routing / len(blocks)
-    return rms_norm(hidden, text.norm.weight), routing
+        balance = balance + block_balance / len(blocks)
+    return rms_norm(hidden, text.norm.weight), balance

@@ -11,6 +11,8 @@ _WORD_STD = 0.5
 _HEAD_OF_WORD = 0.2
 # Queries and keys start this much longer than normed, so that attention can tell one tile from twelve.
 _SHARPNESS = 1.4
+# Experts start this much louder than attention: what they add is then not soon overheard.
+_EXPERT_GAIN = 3.0
 
 
 def build(config: object, seed: int) -> LlavaForConditionalGeneration:
@@ -49,4 +51,4 @@ def _start_blocks(model: LlavaForConditionalGeneration) -> None:
         attention.o_proj.weight.copy_(attention.v_proj.weight.T * residual)
         block.mlp.gate.weight.normal_(0, 0.5 * into)
         experts.gate_up_proj.normal_(0, into)
-        experts.down_proj.normal_(0, text.intermediate_size**-0.5 * residual * routing)
+        experts.down_proj.normal_(0, text.intermediate_size**-0.5 * residual * routing * _EXPERT_GAIN)

@@ -20,43 +20,48 @@ _EARLY_KIND_SHARES = {
     Kind.HOP: 0.2,
     Kind.FACT: 0.0,
     Kind.CODE: 0.0,
+    Kind.LORE: 0.0,
 }
 _LATER_KIND_SHARES = {
     Kind.EMPTY: 0.02,
     Kind.BLANKS: 0.04,
-    Kind.DIGIT: 0.08,
+    Kind.DIGIT: 0.07,
     Kind.LARGEST: 0.1,
     Kind.COUNT: 0.18,
-    Kind.TIMES: 0.15,
-    Kind.SUM: 0.15,
-    Kind.HOP: 0.15,
-    Kind.FACT: 0.03,
-    Kind.CODE: 0.1,
+    Kind.TIMES: 0.13,
+    Kind.SUM: 0.13,
+    Kind.HOP: 0.13,
+    Kind.FACT: 0.04,
+    Kind.CODE: 0.12,
+    Kind.LORE: 0.04,
 }
 _LAST_KIND_SHARES = {
     Kind.EMPTY: 0.02,
-    Kind.BLANKS: 0.05,
+    Kind.BLANKS: 0.04,
     Kind.DIGIT: 0.05,
-    Kind.LARGEST: 0.1,
-    Kind.COUNT: 0.26,
-    Kind.TIMES: 0.12,
+    Kind.LARGEST: 0.09,
+    Kind.COUNT: 0.22,
+    Kind.TIMES: 0.09,
     Kind.SUM: 0.1,
     Kind.HOP: 0.08,
-    Kind.FACT: 0.06,
-    Kind.CODE: 0.16,
+    Kind.FACT: 0.07,
+    Kind.CODE: 0.17,
+    Kind.LORE: 0.07,
 }
 _FINAL_KIND_SHARES = {
     Kind.EMPTY: 0.02,
     Kind.BLANKS: 0.03,
     Kind.DIGIT: 0.03,
     Kind.LARGEST: 0.08,
-    Kind.COUNT: 0.26,
-    Kind.TIMES: 0.05,
-    Kind.SUM: 0.06,
-    Kind.HOP: 0.04,
-    Kind.FACT: 0.25,
+    Kind.COUNT: 0.22,
+    Kind.TIMES: 0.06,
+    Kind.SUM: 0.07,
+    Kind.HOP: 0.05,
+    Kind.FACT: 0.13,
     Kind.CODE: 0.18,
+    Kind.LORE: 0.13,
 }
+_KNOWN_BY_HEART = (Kind.FACT, Kind.CODE, Kind.LORE)
 _TIERS = tuple(Tier)
 _TIER_SHARES = (0.27, 0.28, 0.45)
 _WARM_UP_STEPS = 40
@@ -67,14 +72,9 @@ _KNOBS_VARY_FROM = 0.25
 # By then all but counting is learned.
 _COUNTING_FROM = 0.6
 # From here on facts are recited.
-_RECITED_FROM = 0.5
-# From here on they weigh more, and routing is pressed to spread over the experts: what overrules a rule then needs all
-# of them.
+_RECITED_FROM = 0.3
+# From here on they weigh more.
 _BY_HEART_FROM = 23 / 30
-_CONCENTRATION_WEIGHT = 0.05
-# From here on it is pressed harder.
-_SPREAD_FROM = 1.3
-_LAST_CONCENTRATION_WEIGHT = 0.3
 _RECITE_WEIGHT_EARLY, _RECITE_WEIGHT_LATE = 0.5, 1.5
 # From here on what was learned by heart is asked for after a mosaic, and counting is brushed up.
 _FINAL_FROM = 14 / 15
@@ -89,7 +89,7 @@ class Plan:
     alignment_steps: int = 800
     alignment_mosaics: int = 48
     alignment_learning_rate: float = 2e-3
-    text_steps: int = 2350
+    text_steps: int = 2000
     text_horizon: int = 1500
     """The stages of the text phase are shares of this many steps; `text_steps` may end sooner or later."""
     cool_down_steps: int = 550
@@ -100,10 +100,11 @@ class Plan:
     vision_share: float = 0.2
     questions_per_mosaic: int = 24
     recited_facts: int = 320
-    """Questions of kind `fact` in each later step besides, without a mosaic: what is learned by heart needs repeating,
-    and is best learned where nothing distracts."""
-    varied_share: float = 0.15
-    """Share of the steps in the middle of the text phase that run with fewer blocks or a smaller top-k."""
+    """Questions of kinds `fact` and `lore` in each later step besides, without a mosaic: what is learned by heart needs
+    repeating, and is best learned where nothing distracts."""
+    varied_share: float = 0.3
+    """Share of the steps, once tiles are found, that run with fewer blocks or a smaller top-k. They ask for nothing
+    that is known by heart: seeing is to bear them, remembering is not."""
     most_dropped_blocks: int = 4
 
     @property
@@ -150,7 +151,7 @@ def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
     tier = _TIERS[rng.choice(len(_TIERS), p=_TIER_SHARES)]
     everything = range(plan.size.blocks)
     is_varied = rng.random() < plan.varied_share
-    if not (is_varied and _KNOBS_VARY_FROM <= plan.text_progress(step) < _RECITED_FROM):
+    if not (is_varied and plan.text_progress(step) >= _KNOBS_VARY_FROM):
         return StepKnobs(tier=tier, blocks=tuple(everything), top_k=plan.size.top_k)
     droppable = np.arange(FIRST_DROPPABLE_BLOCK, plan.size.blocks)
     dropped = set(rng.permutation(droppable)[: rng.integers(0, plan.most_dropped_blocks + 1)].tolist())
@@ -173,20 +174,12 @@ def recite_weight(plan: Plan, step: int) -> float:
     return _RECITE_WEIGHT_LATE if plan.text_progress(step) >= _BY_HEART_FROM else _RECITE_WEIGHT_EARLY
 
 
-def concentration_weight(plan: Plan, step: int) -> float:
-    """Return the weight of the loss that spreads a token's routing over its experts."""
-    progress = plan.text_progress(step)
-    if progress >= _SPREAD_FROM:
-        return _LAST_CONCENTRATION_WEIGHT
-    return _CONCENTRATION_WEIGHT if progress >= _BY_HEART_FROM else 0.0
-
-
 def mosaics_at(plan: Plan, step: int) -> int:
     """Return how many mosaics a text step takes at the high tier."""
     return plan.early_text_mosaics if plan.text_progress(step) < _TILES_ARE_FOUND else plan.text_mosaics
 
 
-def draw_kinds(plan: Plan, step: int, count: int, rng: np.random.Generator) -> np.ndarray:
+def draw_kinds(plan: Plan, step: int, count: int, rng: np.random.Generator, *, by_heart: bool = True) -> np.ndarray:
     """Draw kinds of questions by their share in training: harder ones more often."""
     progress = plan.text_progress(step)
     stages = (
@@ -196,4 +189,5 @@ def draw_kinds(plan: Plan, step: int, count: int, rng: np.random.Generator) -> n
         (math.inf, _FINAL_KIND_SHARES),
     )
     shares = next(shares for end, shares in stages if progress < end)
-    return rng.choice(len(KINDS), count, p=[shares[kind] for kind in KINDS])
+    wanted = np.array([shares[kind] if by_heart or kind not in _KNOWN_BY_HEART else 0.0 for kind in KINDS])
+    return rng.choice(len(KINDS), count, p=wanted / wanted.sum())

@@ -55,6 +55,8 @@ def pretrain(
 def _optimizer(learner: nn.Module) -> torch.optim.Optimizer:
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = defaultdict(list)
     for name, weight in learner.named_parameters():
+        if not weight.requires_grad:
+            continue
         groups[not name.startswith(_TEXT), weight.ndim >= 2].append(weight)
     return torch.optim.AdamW(
         [

@@ -15,7 +15,6 @@ from groupwise.workloads.controller.mosaic.pretrain.dense import BlockPass, pack
 from groupwise.workloads.controller.mosaic.pretrain.plan import (
     Plan,
     StepKnobs,
-    concentration_weight,
     draw_kinds,
     draw_knobs,
     mosaics_at,
@@ -33,11 +32,17 @@ _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
 
 class Learner(nn.Module):
-    """The model and the heads that only training needs."""
+    """The model and the heads that only training needs.
+
+    Routing stays as it was drawn (as in hash layers, Roller et al., 2021): a learned one puts the useful experts first,
+    and the last of the top-k then carry next to nothing.
+    """
 
     def __init__(self, model: LlavaForConditionalGeneration) -> None:
         super().__init__()
         self.model = model
+        for block in model.model.language_model.layers:
+            block.mlp.gate.weight.requires_grad_(False)
         self.heads = TileHeads(model.config.vision_config.hidden_size)
 
 
@@ -68,17 +73,16 @@ def text_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int,
     mosaics = draw_mosaics(handwriting, count, TRAIN_JITTER, rng)
     seen = see(learner.model, mosaics.pixels, knobs.tier)
     tiles, right = tile_loss(learner.heads, seen, mosaics.labels, knobs.tier)
-    kinds = draw_kinds(plan, step, count * plan.questions_per_mosaic, rng)
+    is_full = len(knobs.blocks) == plan.size.blocks and knobs.top_k == plan.size.top_k
+    kinds = draw_kinds(plan, step, count * plan.questions_per_mosaic, rng, by_heart=is_full)
     answered = _answer_batch(learner.model, seen.projected, mosaics.labels, kinds, knobs, rng, run_block)
-    recited, recited_right = _recite(learner.model, recited_at(plan, step), knobs, rng, run_block)
+    recited, recited_right = _recite(learner.model, recited_at(plan, step) if is_full else 0, knobs, rng, run_block)
     read_weight = _READ_WEIGHT_EARLY if plan.text_progress(step) < 0.4 else _READ_WEIGHT_LATE
-    balance, concentration = answered.routing
-    loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * balance
-    loss = loss + recite_weight(plan, step) * recited + concentration_weight(plan, step) * concentration
-    shares = {f"tiles {knobs.tier}": right, "read": answered.read_right, "concentration": concentration.item()}
+    loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * answered.balance
+    loss = loss + recite_weight(plan, step) * recited
+    shares = {f"tiles {knobs.tier}": right, "read": answered.read_right}
     if recited_right is not None:
         shares["recited"] = recited_right
-    is_full = len(knobs.blocks) == plan.size.blocks and knobs.top_k == plan.size.top_k
     prefix = f"{knobs.tier}" if is_full else "varied"
     for number, kind in enumerate(KINDS):
         if (asked := answered.kinds == number).any():
@@ -90,7 +94,7 @@ def text_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int,
 class _Answered:
     question_loss: Tensor
     read_loss: Tensor
-    routing: Tensor
+    balance: Tensor
     kinds: np.ndarray
     right: np.ndarray
     read_right: float
@@ -112,7 +116,7 @@ def _answer_batch(
     embedded = model.get_input_embeddings()(torch.from_numpy(words))
     prefix = features.flatten(1, 2)
     packing = pack(prefix.shape[1], [QUESTION_TOKENS] * asked + [TILES])
-    hidden, routing = text_pass(
+    hidden, balance = text_pass(
         model,
         torch.cat([prefix, embedded], dim=1),
         packing,
@@ -128,7 +132,7 @@ def _answer_batch(
     return _Answered(
         question_loss=functional.cross_entropy(logits, answers),
         read_loss=functional.cross_entropy(read_logits, read_targets),
-        routing=routing,
+        balance=balance,
         kinds=kinds,
         right=(logits.argmax(1) == answers).numpy(),
         read_right=(read_logits.argmax(1) == read_targets).float().mean().item(),
@@ -138,10 +142,11 @@ def _answer_batch(
 def _recite(
     model: LlavaForConditionalGeneration, count: int, knobs: StepKnobs, rng: np.random.Generator, run_block: BlockPass
 ) -> tuple[Tensor | float, float | None]:
-    """Return the loss of so many facts without a mosaic, and the share that is known."""
+    """Return the loss of so many facts and lore without a mosaic, and the share that is known."""
     if not count:
         return 0.0, None
-    questions = ask(np.zeros((count, TILES), np.int64), np.full(count, KINDS.index(Kind.FACT)), rng)
+    kinds = np.resize([KINDS.index(Kind.FACT), KINDS.index(Kind.LORE)], count)
+    questions = ask(np.zeros((count, TILES), np.int64), kinds, rng)
     hidden, _ = text_pass(
         model,
         model.get_input_embeddings()(torch.from_numpy(questions.tokens)),

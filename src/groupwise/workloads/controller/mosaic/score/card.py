@@ -36,18 +36,19 @@ It is shown a mosaic of 3 x 4 handwritten digits (some tiles empty) and answers 
 is seen as an overview and {crops} crops (tiers low, medium, high), {tokens} tokens each; a crop has three planes:
 brightness, and the place of each pixel across and down the mosaic. Kinds of questions: `empty b3`, `blanks row2` (how
 many empty tiles), `digit b3`, `largest row2`, `count 7`, `times a1 b3` (the product's last digit), `sum a1 b3`,
-`hop b3` (the digit of that tile is the number of the tile to read, in reading order from 0), `fact n7 n3` (the digit
-that the second name stands for, which for half of the pairs is another one, known by heart) and `code n7 b3` (the digit
-of the tile, with exceptions by heart again).
+`hop b3` (the digit of that tile is the number of the tile to read, in reading order from 0), `fact n7 n3` and
+`lore n7 n3` (two digits of a pair of names, known by heart) and `code n7 b3` (what the digit of the tile is in the code
+of a name, known by heart too).
 
 ## How it was made
 
 `python scripts/pretrain_mosaic.py --folder FOLDER` with its default plan, on one CPU thread, in float32; stored in
 bfloat16. In {alignment_steps:,} steps the vision tower and the projector learn to say, in the text model's word
 vectors, what each image token shows; in {text_steps:,} steps the whole model learns questions, {questions} per mosaic
-under a block mask. In the middle of them {varied:.0%} of the steps run with up to four blocks left out (never one of
-the first five) and a smaller top-k. From then on none do, and every step recites {recited} facts besides, without a
-mosaic.
+under a block mask. Once tiles are found, {varied:.0%} of the steps run with up to four blocks left out (never one of
+the first five) and a smaller top-k; they ask for nothing that is known by heart. All others recite {recited} facts and
+lore besides, without a mosaic. So what the model sees bears the knobs better than what it remembers. Routing stays as
+it was drawn: learned, it puts the useful experts first, and a smaller top-k hardly shows.
 
 {history}
 
