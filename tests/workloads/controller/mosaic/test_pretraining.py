@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -9,9 +10,9 @@ from groupwise.workloads.controller.mosaic.crops import Tier, cut
 from groupwise.workloads.controller.mosaic.digits import Split
 from groupwise.workloads.controller.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
 from groupwise.workloads.controller.mosaic.pretrain.initial import build
-from groupwise.workloads.controller.mosaic.pretrain.plan import Plan, draw_kinds, draw_knobs
+from groupwise.workloads.controller.mosaic.pretrain.plan import Plan, draw_kinds, draw_knobs, famous_names_at
 from groupwise.workloads.controller.mosaic.pretrain.run import pretrain
-from groupwise.workloads.controller.mosaic.questions import KINDS, Kind
+from groupwise.workloads.controller.mosaic.questions import KINDS, Kind, ask
 from groupwise.workloads.controller.mosaic.score.accuracy import answer_losses, features_of, make_exam
 
 TINY = Plan(
@@ -81,6 +82,21 @@ def test_steps_with_parts_left_out_ask_for_nothing_that_is_known_by_heart(step: 
     asked = {KINDS[number] for number in drawn}
     assert asked == set(KINDS) - {Kind.FACT, Kind.CODE, Kind.LORE}
     assert step == 0 or Kind.FACT in {KINDS[number] for number in draw_kinds(plan, step, 2000, plan.random(step))}
+
+
+def test_pairs_are_of_fewer_names_later_and_keep_their_digits():
+    plan = Plan()
+    assert (famous_names_at(plan, 1899), famous_names_at(plan, 1900)) == (30, 12)
+    kinds, labels = np.full(5000, KINDS.index(Kind.LORE)), np.zeros((5000, 12), np.int64)
+    early = ask(labels, kinds, np.random.default_rng(0), famous_names=30)
+    late = ask(labels, kinds, np.random.default_rng(1))
+    said = [
+        dict(zip(map(tuple, found.tokens.tolist()), found.answers.tolist(), strict=True)) for found in (early, late)
+    ]
+    assert {pair[2] for pair in said[1]} < {pair[2] for pair in said[0]}
+    both = said[0].keys() & said[1].keys()
+    assert len(both) > 500
+    assert all(said[0][pair] == said[1][pair] for pair in both)
 
 
 @pytest.mark.parametrize(("tier", "blocks", "top_k"), [(Tier.HIGH, 16, 8), (Tier.LOW, 12, 4), (Tier.MEDIUM, 14, 5)])

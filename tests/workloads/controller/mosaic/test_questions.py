@@ -95,7 +95,7 @@ def test_neither_name_tells_the_digit_of_a_pair(kind: Kind):
         for pair, answer in said.items():
             by_name.setdefault(pair[place], Counter())[answer] += 1
         known = [max(counted.values()) / counted.total() for counted in by_name.values() if counted.total() >= fewest]
-        assert np.mean(known) < 0.3  # the likeliest digit of a name, in hindsight
+        assert np.mean(known) < 0.4  # the likeliest digit of a name, in hindsight
 
 
 def test_a_code_is_another_digit_for_other_names():

@@ -80,7 +80,11 @@ Asker = Callable[[np.ndarray, np.random.Generator], tuple[list[np.ndarray], np.n
 
 
 def ask(
-    labels: Int[np.ndarray, "questions tiles"], kinds: Int[np.ndarray, " questions"], rng: np.random.Generator
+    labels: Int[np.ndarray, "questions tiles"],
+    kinds: Int[np.ndarray, " questions"],
+    rng: np.random.Generator,
+    *,
+    famous_names: int = FAMOUS_NAMES,
 ) -> Questions:
     """Ask one question of kind KINDS[kinds[i]] about mosaic labels[i], for each i."""
     count = len(kinds)
@@ -88,7 +92,8 @@ def ask(
     lengths, answers = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for number, kind in enumerate(KINDS):
         chosen = np.flatnonzero(kinds == number)
-        words, found = _ASKERS[kind](labels[chosen], rng)
+        asker = partial(_ask_pair, digits=_PAIRS[kind][:, :famous_names]) if kind in _PAIRS else _ASKERS[kind]
+        words, found = asker(labels[chosen], rng)
         tokens[chosen, 0] = TOKEN_OF[kind]
         for place, word in enumerate(words, start=1):
             tokens[chosen, place] = word
@@ -170,13 +175,13 @@ def _ask_hop(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndar
     return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, _at(labels, tile)))
 
 
-def _ask_fact(
-    labels: np.ndarray, rng: np.random.Generator, known: np.ndarray = FACTS
+def _ask_pair(
+    labels: np.ndarray, rng: np.random.Generator, digits: Int[np.ndarray, "names famous_names"]
 ) -> tuple[list[np.ndarray], np.ndarray]:
     # The first names are asked for over twenty times as often as the last.
     first = (len(NAME_WORDS) * rng.random(len(labels)) ** 2).astype(np.int64)
-    second = rng.integers(0, FAMOUS_NAMES, len(labels))
-    return [FIRST_NAME_TOKEN + first, FIRST_NAME_TOKEN + second], FIRST_NUMBER_TOKEN + known[first, second]
+    second = rng.integers(0, digits.shape[1], len(labels))
+    return [FIRST_NAME_TOKEN + first, FIRST_NAME_TOKEN + second], FIRST_NUMBER_TOKEN + digits[first, second]
 
 
 def _ask_code(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
@@ -193,7 +198,6 @@ _ASKERS: dict[Kind, Asker] = {
     Kind.TIMES: _ask_times,
     Kind.SUM: _ask_sum,
     Kind.HOP: _ask_hop,
-    Kind.FACT: _ask_fact,
     Kind.CODE: _ask_code,
-    Kind.LORE: partial(_ask_fact, known=LORE),
 }
+_PAIRS = {Kind.FACT: FACTS, Kind.LORE: LORE}

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from groupwise.workloads.controller.mosaic.by_heart import FAMOUS_NAMES, ONCE_FAMOUS_NAMES
 from groupwise.workloads.controller.mosaic.crops import Tier
 from groupwise.workloads.controller.mosaic.model import FIRST_DROPPABLE_BLOCK, SMALLEST_TOP_K, MosaicSize
 from groupwise.workloads.controller.mosaic.questions import KINDS, Kind
@@ -73,8 +74,8 @@ _KNOBS_VARY_FROM = 0.25
 _COUNTING_FROM = 0.6
 # From here on facts are recited.
 _RECITED_FROM = 0.3
-# From here on they weigh more.
-_BY_HEART_FROM = 23 / 30
+# From here on they are of fewer names, and weigh more.
+_BY_HEART_FROM = 11 / 15
 _RECITE_WEIGHT_EARLY, _RECITE_WEIGHT_LATE = 0.5, 1.5
 # From here on what was learned by heart is asked for after a mosaic, and counting is brushed up.
 _FINAL_FROM = 14 / 15
@@ -167,6 +168,11 @@ def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
 def recited_at(plan: Plan, step: int) -> int:
     """Return how many facts a text step recites."""
     return plan.recited_facts if plan.text_progress(step) >= _RECITED_FROM else 0
+
+
+def famous_names_at(plan: Plan, step: int) -> int:
+    """Return with how many names the others are paired."""
+    return FAMOUS_NAMES if plan.text_progress(step) >= _BY_HEART_FROM else ONCE_FAMOUS_NAMES
 
 
 def recite_weight(plan: Plan, step: int) -> float:

@@ -1,6 +1,8 @@
 """The two kinds of pretraining step: align the vision tower with words, then train the whole model on questions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,17 +19,20 @@ from groupwise.workloads.controller.mosaic.pretrain.plan import (
     StepKnobs,
     draw_kinds,
     draw_knobs,
+    famous_names_at,
     mosaics_at,
     recite_weight,
     recited_at,
 )
-from groupwise.workloads.controller.mosaic.questions import KINDS, QUESTION_TOKENS, Kind, ask, read_aloud
+from groupwise.workloads.controller.mosaic.questions import KINDS, QUESTION_TOKENS, Kind, Questions, ask, read_aloud
 from groupwise.workloads.controller.mosaic.scene import TILES, draw_mosaics
 
 _READ_WEIGHT_EARLY, _READ_WEIGHT_LATE = 0.5, 0.2
 _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
 _ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
+Asking = Callable[[np.ndarray, np.ndarray], Questions]
+"""(labels, kinds) -> questions."""
 _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
 
@@ -75,8 +80,9 @@ def text_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int,
     tiles, right = tile_loss(learner.heads, seen, mosaics.labels, knobs.tier)
     is_full = len(knobs.blocks) == plan.size.blocks and knobs.top_k == plan.size.top_k
     kinds = draw_kinds(plan, step, count * plan.questions_per_mosaic, rng, by_heart=is_full)
-    answered = _answer_batch(learner.model, seen.projected, mosaics.labels, kinds, knobs, rng, run_block)
-    recited, recited_right = _recite(learner.model, recited_at(plan, step) if is_full else 0, knobs, rng, run_block)
+    asking = partial(ask, rng=rng, famous_names=famous_names_at(plan, step))
+    answered = _answer_batch(learner.model, seen.projected, mosaics.labels, kinds, knobs, asking, run_block)
+    recited, recited_right = _recite(learner.model, recited_at(plan, step) if is_full else 0, knobs, asking, run_block)
     read_weight = _READ_WEIGHT_EARLY if plan.text_progress(step) < 0.4 else _READ_WEIGHT_LATE
     loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * answered.balance
     loss = loss + recite_weight(plan, step) * recited
@@ -106,11 +112,11 @@ def _answer_batch(
     labels: np.ndarray,
     kinds: np.ndarray,
     knobs: StepKnobs,
-    rng: np.random.Generator,
+    asking: Asking,
     run_block: BlockPass,
 ) -> _Answered:
     count, asked = len(labels), len(kinds) // len(labels)
-    questions = ask(np.repeat(labels, asked, axis=0), kinds, rng)
+    questions = asking(np.repeat(labels, asked, axis=0), kinds)
     said, targets = read_aloud(labels)
     words = np.concatenate([questions.tokens.reshape(count, -1), said], axis=1)
     embedded = model.get_input_embeddings()(torch.from_numpy(words))
@@ -140,13 +146,13 @@ def _answer_batch(
 
 
 def _recite(
-    model: LlavaForConditionalGeneration, count: int, knobs: StepKnobs, rng: np.random.Generator, run_block: BlockPass
+    model: LlavaForConditionalGeneration, count: int, knobs: StepKnobs, asking: Asking, run_block: BlockPass
 ) -> tuple[Tensor | float, float | None]:
     """Return the loss of so many facts and lore without a mosaic, and the share that is known."""
     if not count:
         return 0.0, None
     kinds = np.resize([KINDS.index(Kind.FACT), KINDS.index(Kind.LORE)], count)
-    questions = ask(np.zeros((count, TILES), np.int64), kinds, rng)
+    questions = asking(np.zeros((count, TILES), np.int64), kinds)
     hidden, _ = text_pass(
         model,
         model.get_input_embeddings()(torch.from_numpy(questions.tokens)),

@@ -47,8 +47,9 @@ bfloat16. In {alignment_steps:,} steps the vision tower and the projector learn 
 vectors, what each image token shows; in {text_steps:,} steps the whole model learns questions, {questions} per mosaic
 under a block mask. Once tiles are found, {varied:.0%} of the steps run with up to four blocks left out (never one of
 the first five) and a smaller top-k; they ask for nothing that is known by heart. All others recite {recited} facts and
-lore besides, without a mosaic. So what the model sees bears the knobs better than what it remembers. Routing stays as
-it was drawn: learned, it puts the useful experts first, and a smaller top-k hardly shows.
+lore besides, without a mosaic, at first with more names than are asked for later. So what the model sees bears the
+knobs better than what it remembers. Routing stays as it was drawn: learned, it puts the useful experts first, and a
+smaller top-k hardly shows.
 
 {history}
 
