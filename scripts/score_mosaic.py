@@ -38,7 +38,7 @@ def importance(mosaics: int = 200) -> None:
     save_importance(ASSET, measure_importance(load_mosaic(), make_exam(Split.VALIDATION, mosaics), say))
 
 
-def card(timing_rounds: int = 15) -> None:
+def card(timing_rounds: int = 20) -> None:
     """Write `scores.json` and the model card `README.md`; times are of single answers, this often in each setting."""
     model, options, asked = load_mosaic(), mosaic_options(), MosaicControllerConfig()
     remembered = load_remembered(options)
