@@ -123,7 +123,9 @@ def test_auto_listens_to_the_plan():
 def test_a_probe_counts_a_real_step_and_leaves_nothing_behind():
     found = probe(recipe())
     weights = sum(weight.nbytes for weight in set_up(recipe()).workload.policy.parameters())
-    assert found["update"] > found["rollout"] > weights
+    # the rollout holds the optimiser's two moments besides the weights, the update gradients too
+    assert found["rollout"] > 3 * weights
+    assert found["update"] > 4 * weights
 
 
 def test_rows_that_are_no_number_are_refused():
