@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MosaicControllerConfig(ControllerConfig):
-    mosaics: int = 48
+    mosaics: int = 96
     """Mosaics to train on, each with one question of every kind."""
     held_out_mosaics: int = 16
     """Mosaics of other handwriting to look at while training."""
-    choose_mosaics: int = 96
+    choose_mosaics: int = 192
     """Mosaics of that handwriting on which `groupwise eval` chooses its baselines; those to look at are among them."""
     test_mosaics: int = 64
     """Mosaics of the test handwriting on which `groupwise eval` judges."""
