@@ -11,7 +11,7 @@ from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 def recipe() -> Config:
     return Config(
         # Fractions of the full configuration's median: on a noisy machine the high quantile is half as much again.
-        MosaicControllerConfig(BudgetConfig((0.8, 0.9, 1.0, 1.15, 1.3, 1.5), on_impossible="cheapest")),
+        MosaicControllerConfig(BudgetConfig((0.9, 1.0, 1.1, 1.2, 1.35, 1.5), on_impossible="cheapest")),
         steps=300,
         conditions_per_step=32,
         group_size=16,
