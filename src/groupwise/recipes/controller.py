@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.train.config import Config, OptimiserConfig
-from groupwise.workloads.controller.config import BudgetConfig
+from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
 from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 
 
 def recipe() -> Config:
     return Config(
         # Fractions of the full configuration's median: on a noisy machine the high quantile is half as much again.
-        MosaicControllerConfig(BudgetConfig((0.9, 1.0, 1.1, 1.2, 1.35, 1.5), on_impossible="cheapest")),
+        MosaicControllerConfig(
+            BudgetConfig((0.9, 1.0, 1.1, 1.2, 1.35, 1.5), on_impossible="cheapest"),
+            # fewer than by default, so that training and judging take no more than minutes
+            eval=EvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
+        ),
         steps=300,
         conditions_per_step=32,
         group_size=16,
