@@ -18,8 +18,7 @@ from groupwise.workloads.controller.mosaic.score.tables import (
 
 _HISTORY = """\
 The shipped weights are those of one run of this plan. It was stopped twice, after 1,000 and 1,900 steps, and taken up
-again, which changes no bit; its three parts took 68 minutes on one thread beside a busy core. With two threads on a
-quiet machine a text step took 1.0 s where it took 2.3 s with one (medians of some steps): about 40 minutes in all."""
+again, which changes no bit; its three parts took 68 minutes on one thread beside a busy core."""
 _CARD = """# mosaic
 
 A multimodal mixture of experts small enough to ship with the package, for work on the controller: {parameters:.2f} M
