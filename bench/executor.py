@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaForConditionalGeneration
 
+from groupwise.meter.process import settle_in
 from groupwise.workloads.controller.adapter import LlavaAdapter
 from groupwise.workloads.controller.answers import Answers
 from groupwise.workloads.controller.executor import Answer, Executor, Request
@@ -115,7 +116,7 @@ def where_time_goes(executor: Executor, requests: Sequence[Request]) -> Mapping[
 
 
 def main() -> None:
-    torch.set_num_threads(1)
+    settle_in(1)
     model = load_mosaic()
     model.generation_config.pad_token_id = PAD_TOKEN
     executor, memory, requests = Executor(LlavaAdapter(model), OPTIONS), Answers("mosaic"), twenty_requests()

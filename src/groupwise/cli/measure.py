@@ -57,13 +57,12 @@ class MeasureArguments:
 def run(words: list[str], as_json: bool) -> int:
     arguments = parse(MeasureArguments, words, prog="groupwise measure")
     picture = _checked(arguments)
-    import torch
-
     from groupwise.cli.measure_picture import draw
     from groupwise.cli.measure_tables import show
+    from groupwise.meter.process import settle_in
     from groupwise.workloads.controller.subject import load_subject
 
-    torch.set_num_threads(arguments.threads)
+    settle_in(arguments.threads)
     with quiet_stdout(as_json):
         subject = load_subject(arguments.model, prompt_tokens=arguments.prompt_tokens)
         found, processor_share = _measure(subject, arguments)

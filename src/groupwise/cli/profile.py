@@ -48,12 +48,11 @@ def run(words: list[str], as_json: bool) -> int:
         require(getattr(arguments, name) >= least, name, getattr(arguments, name), f"{least} or more")
     require(0.5 <= arguments.quantile < 1, "quantile", arguments.quantile, "from 0.5 to below 1")
     output = arguments.output or Path(f"estimator-{Path(arguments.model).name}.json")
-    import torch
-
+    from groupwise.meter.process import settle_in
     from groupwise.workloads.controller.chosen_estimator import profiled_estimator
     from groupwise.workloads.controller.loading import load_model
 
-    torch.set_num_threads(arguments.threads)
+    settle_in(arguments.threads)
     with quiet_stdout(as_json):
         begun = time.perf_counter()
         estimator = profiled_estimator(

@@ -90,11 +90,12 @@ class FrozenMemory:
         longest = self.prompt_tokens(max(self.crops.values()))
         prefix = questions * every_tier * (self.positions * per_block + text.width) * number
         own_blocks = text.layers - (self.positions + 1) / 2
-        cache = int(rows * longest * own_blocks * per_block) * number
+        more = self.new_tokens - 1
+        kept_width = text.width + (own_blocks * 2 * text.kv_width if more else 0)  # keys and values for tokens to come
+        cache = int(rows * longest * kept_width) * number
         one_block = int(rows * longest * (self._wide_moment(rows / questions) + per_block)) * number
         seen = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
         vision = seen * self.vision.patches * (5 * self.vision.width + 2 * self.vision.inner) * number
-        more = self.new_tokens - 1
         decoding = text.kv_bytes(rows * (longest + more), number) if more else 0  # a copy with room for new tokens
         moment = max(
             {"activations": max(one_block, vision)}, {"decoding": decoding}, key=lambda parts: sum(parts.values())

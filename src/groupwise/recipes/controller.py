@@ -10,9 +10,8 @@ from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 
 def recipe() -> Config:
     return Config(
-        # Fractions of the full configuration's median: on a noisy machine the high quantile is half as much again.
         MosaicControllerConfig(
-            BudgetConfig((0.9, 1.0, 1.1, 1.2, 1.35, 1.5), on_impossible="cheapest"),
+            BudgetConfig((0.6, 0.65, 0.7, 0.75, 0.8, 0.9), on_impossible="cheapest"),
             # fewer than by default, so that training and judging take no more than minutes
             eval=EvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
         ),

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.shape import Shape, largest_fitting_rows
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.trackers import check_installed
 from groupwise.meter.memory import used_bytes
+from groupwise.meter.process import settle_in
 from groupwise.train.checkpoint import read_meta
 from groupwise.train.config import Config
 from groupwise.train.cut import Cut
@@ -36,7 +35,7 @@ class Setup:
 
 def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
     """Join the ranks, build the workload, and refuse what does not fit. A checkpoint to go on from has a say in it."""
-    torch.set_num_threads(config.run.threads)
+    settle_in(config.run.threads)
     comm = connect()
     check_installed(config.run.trackers)
     base = used_bytes(comm.device)

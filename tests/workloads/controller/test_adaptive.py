@@ -33,7 +33,7 @@ from workloads.controller.tiny_folders import llava, save_llava
 from workloads.controller.tiny_vqa import file_name, write_vqa
 
 CPU = torch.device("cpu")
-BUDGETS_MS = (4.2, 5.0, 6.0, 7.0, 9.0, 30.0)
+BUDGETS_MS = (4.2, 4.6, 5.0, 5.5, 6.0, 30.0)
 
 
 def recipe(folder: Path) -> gw.Config:

@@ -9,6 +9,7 @@ from groupwise.core.errors import UserError
 from groupwise.workloads.controller.budget import Budget
 from groupwise.workloads.controller.conditions import condition_id, make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
+from groupwise.workloads.controller.estimates import CountedWork
 from workloads.controller.small import LinearCost, question
 from workloads.controller.tiny import OPTIONS
 
@@ -22,7 +23,11 @@ def conditions(**settings):
 def test_milliseconds_by_hand():
     # full: 5 crops x 10 + 8 blocks x 5 + 8 x 4 experts x 2 + 7 = 161
     # cheapest: 2 x 10 + 5 x 5 + (4 + 4 x 1) x 2 + 7 = 68
-    found = conditions(values=(0.5, 1.0))
+    # A guarantee holds the high quantile against the budget, a tenth more; a penalty the median.
+    guaranteed = conditions(values=(0.5, 1.0))
+    assert guaranteed.budget_ms.tolist() == pytest.approx([88.55, 177.1, 88.55, 177.1])
+    assert guaranteed.budget_share.tolist() == pytest.approx([(88.55 - 74.8) / (177.1 - 74.8), 1] * 2)
+    found = conditions(values=(0.5, 1.0), respect="penalty")
     assert found.budget_ms.tolist() == [80.5, 161.0, 80.5, 161.0]
     assert found.budget_share.tolist() == pytest.approx([12.5 / 93, 1, 12.5 / 93, 1])
     assert found.estimates(torch.tensor([0]))[0].flatten()[[0, -1]].tolist() == [68, 161]
@@ -30,9 +35,23 @@ def test_milliseconds_by_hand():
     assert found.question_of(torch.tensor([0, 3])) == QUESTIONS
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.1, 0.5, 3.0])
+def test_however_much_a_machine_strays_everything_fits_at_1_and_less_looks_different(spread):
+    values = (0.45, 0.6, 0.8, 0.99, 1.0)
+    strays = CountedWork(OPTIONS, spread=spread)
+    found = make_conditions(QUESTIONS[:1], strays, OPTIONS, BudgetConfig(values, on_impossible="cheapest"))
+    share = found.budget_share
+    assert (share.diff() > 0.01).all()
+    assert share[-1] == 1
+    fitting = found.fits(torch.arange(len(values))).flatten(1).sum(1)
+    assert (fitting.diff() > 0).all()
+    assert fitting[-1] == len(list(OPTIONS.all()))
+
+
 def test_a_budget_to_the_first_token_leaves_decoding_out():
     found = conditions(values=(1.0,), span="first_token")
-    assert found.budget_ms.tolist() == [154, 154]
+    assert found.budget_ms.tolist() == pytest.approx([1.1 * 161 - 7] * 2)
+    assert conditions(values=(1.0,), span="first_token", respect="penalty").budget_ms.tolist() == [154, 154]
     _, highs = found.estimates(torch.tensor([0]))
     assert highs.max().item() == pytest.approx(1.1 * 161 - 7)
 
@@ -58,7 +77,7 @@ def test_equal_questions_under_other_budgets_are_other_groups():
         ({"values": (70.0,), "unit": "ms"}, "below the cheapest configuration, which is estimated at 74.8 ms"),
         ({"values": (0.08,), "unit": "ms"}, "It looks like seconds: 0.08 s are 80 ms"),
         ({"values": (60.0,), "unit": "ms", "respect": "penalty"}, "estimated at 68 ms"),
-        ({"values": (0.3,)}, r"0.3 of the full configuration \(48.3 ms\) is below the cheapest"),
+        ({"values": (0.3,)}, r"0.3 of the full configuration \(53.13 ms\) is below the cheapest"),
     ],
 )
 def test_a_budget_that_cannot_hold_is_refused(settings, words):

@@ -111,7 +111,9 @@ def test_shared_work_by_hand():
     pair = [Request(asked, Knobs("low", 1, top_k, 8)) for top_k in (4, 2)]
     tokens = 4 * 2 + len(asked.question)
     _, work = EXECUTORS["plain"].answer(pair)
-    assert work == Work(crops=2, block_rows=1 + 7 + 7, expert_pairs=tokens * (4 + 7 * 4 + 7 * 2))
+    # Block 0, six blocks of each request, and the last block, where only the last token goes to experts.
+    pairs = tokens * (4 + 6 * 4 + 6 * 2) + (4 + 2)
+    assert work == Work(crops=2, block_rows=1 + 7 + 7, expert_pairs=pairs)
     # Another tier of the same sample shares the overview; the same request again costs nothing.
     _, work = EXECUTORS["plain"].answer([pair[0], pair[0], Request(asked, Knobs("medium", 1, 4, 8))])
     assert (work.crops, work.block_rows) == (1 + 1 + 2, 16)

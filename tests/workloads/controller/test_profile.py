@@ -50,13 +50,14 @@ def test_features_by_hand():
     # Position 2, top-2, 6 of 8 blocks on 12 tokens: blocks 6 and 4 go, 2 run with top-4 and 4 with top-2.
     part = WORK.features(Knobs("low", 2, 2, 6), prompt_tokens=12, new_tokens=3)
     assert part[VISION] == {"crops": 2, "tokens": 12}
+    # The last token meets the experts of all of them, the 11 before it not those of the last block.
     pairs = 2 * 4 + 4 * 2
     assert part[PREFILL] == {
         "tokens": 12,
         "blocks": 6,
         "block_tokens": 72,
         "attended": 6 * 144,
-        "expert_pairs": pairs * 12,
+        "expert_pairs": pairs + 11 * (pairs - 2),
     }
     # Two steps, which attend to 13 and 14 tokens.
     assert part[DECODE] == {"steps": 2, "blocks": 12, "attended": 6 * 27, "expert_pairs": pairs * 2}

@@ -32,11 +32,19 @@ class Blocks:
         places: Sequence[Int64[Tensor, "axes _"]],
         top_ks: Sequence[int],
         tally: Tally,
+        ending: Sequence[bool] | None = None,
+        visible: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[KeysValues]]:
-        """One block on whole prompts, each with its own top-k: new states, and the keys and values it has made."""
+        """One block on whole prompts, each with its own top-k: new states, and the keys and values it has made.
+
+        Of a row that is `ending` here only the last token's state is right: it alone says the answer, so it alone is
+        taken to experts. Its keys and values are whole. `visible` as in `Packing`.
+        """
         lengths = tuple(len(row) for row in rows)
-        top_k = torch.tensor(top_ks).repeat_interleave(torch.tensor(lengths))
-        packing, record = Packing(lengths, top_k, tally), _Record()
+        last = torch.tensor(lengths).cumsum(0) - 1
+        before = torch.tensor([0 if ends else k for k, ends in zip(top_ks, ending or [False] * len(rows), strict=True)])
+        top_k = before.repeat_interleave(torch.tensor(lengths)).index_copy(0, last, torch.tensor(top_ks))
+        packing, record = Packing(lengths, top_k, tally, visible=visible), _Record()
         output = self._call(block, torch.cat(list(rows)), self._rotary(places), packing, record)
         keys, values = record.keys[0].split(lengths, dim=1), record.values[0].split(lengths, dim=1)
         return list(output.split(lengths)), list(zip(keys, values, strict=True))

@@ -19,7 +19,8 @@ class Budget:
 
     value: float
     unit: Unit = "ms"
-    """`ms`, or `fraction` of the median time that the full configuration is estimated to take on the same question."""
+    """`ms`, or `fraction` of what the full configuration is estimated to take on the same question: of its high
+    quantile where the budget is guaranteed, of its median where missing it only costs. So everything fits at 1."""
     span: Span = "answer"
     """What is timed: the whole answer, or vision and prefill up to the first token."""
 

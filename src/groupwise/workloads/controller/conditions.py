@@ -33,7 +33,7 @@ class Conditions:
     high_ms: Float[Tensor, "tables tiers positions top_ks blocks"]
     budget_ms: Float[Tensor, " conditions"]
     budget_share: Float[Tensor, " conditions"]
-    """Where the budget lies between the cheapest configuration's median (0) and the full one's (1)."""
+    """Where the budget lies between the cheapest configuration (0) and the full one (1), by what is promised."""
     impossible: Bool[Tensor, " conditions"]
     """No configuration fits: the cheapest is taken."""
     group_ids: Int64[Tensor, " conditions"]
@@ -55,8 +55,7 @@ class Conditions:
     def fits(self, rows: Rows) -> Bool[Tensor, "rows tiers positions top_ks blocks"]:
         """What may be chosen. With the penalty that is everything; where nothing fits, the cheapest alone."""
         promised_ms = self.promised_ms(rows)
-        guaranteed = self.config.respect == "guarantee"
-        limit_ms = self.budget_ms[rows] if guaranteed else torch.full((len(rows),), torch.inf)
+        limit_ms = self.budget_ms[rows] if self.config.guaranteed else torch.full((len(rows),), torch.inf)
         fitting = promised_ms <= limit_ms.view(-1, 1, 1, 1, 1)
         flat = promised_ms.flatten(1)
         cheapest = torch.zeros_like(flat, dtype=torch.bool).scatter(1, flat.argmin(1, keepdim=True), True)
@@ -65,7 +64,7 @@ class Conditions:
     def promised_ms(self, rows: Rows) -> Tables:
         """What is held against the budget: the high quantile where it is guaranteed, else the median."""
         medians, highs = self.estimates(rows)
-        return highs if self.config.respect == "guarantee" else medians
+        return highs if self.config.guaranteed else medians
 
     def over_budget(self, rows: Rows, choices: Int64[Tensor, "rows 4"]) -> Bool[Tensor, " rows"]:
         """Whether what was chosen is estimated not to fit."""
@@ -74,14 +73,19 @@ class Conditions:
     def refusal(self, row: int, **remedy: str) -> UserError:
         """Why the budget of a condition that nothing fits cannot be kept."""
         rows, budget, budget_ms = torch.tensor([row]), self.budget_of(row), float(self.budget_ms[row])
-        (full_ms,) = self.estimates(rows)[0][:, -1, 0, -1, -1].tolist()
+        (promised_ms,) = self.promised_ms(rows)
         told = replace(budget, value=budget_ms) if budget.unit == "ms" else budget
-        return refusal(told, budget_ms, float(self.promised_ms(rows).min()), full_ms, **remedy)
+        return refusal(told, budget_ms, float(promised_ms.min()), full_of(promised_ms).item(), **remedy)
 
 
 def at(tables: Tables, choices: Int64[Tensor, "rows 4"]) -> Float[Tensor, " rows"]:
     """Each row's entry for what it chose."""
     return tables[(torch.arange(len(tables)), *choices.unbind(1))]
+
+
+def full_of(tables: Float[Tensor, "*tables tiers positions top_ks blocks"]) -> Float[Tensor, "*tables"]:
+    """The full configuration's entry."""
+    return tables[..., -1, 0, -1, -1]
 
 
 def make_conditions(
@@ -92,7 +96,8 @@ def make_conditions(
     distinct = {length: number for number, length in enumerate(dict.fromkeys(lengths))}
     found = [costs(estimator, options, dict(zip(options.crops, each, strict=True)), config.span) for each in distinct]
     table = torch.tensor([distinct[length] for length in lengths])
-    budget_ms = torch.stack([_in_ms(config, found[nth].full_ms) for nth in table.tolist()])
+    full_ms = [full_of(each.promised_ms(guaranteed=config.guaranteed)).item() for each in found]
+    budget_ms = torch.stack([_in_ms(config, full_ms[nth]) for nth in table.tolist()])
     made = conditions_of(questions, config, found, table, budget_ms)
     if made.impossible.any() and config.on_impossible == "refuse":
         raise made.refusal(int(made.impossible.nonzero()[0]))
@@ -108,8 +113,8 @@ def conditions_of(
 ) -> Conditions:
     """Questions whose costs are known, each under as many budgets as the config has."""
     medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
-    full_ms, cheapest_ms = medians[:, -1, 0, -1, -1][table, None], medians.flatten(1).amin(1)[table, None]
-    promised = (highs if config.respect == "guarantee" else medians).flatten(1).amin(1)[table, None]
+    promised = highs if config.guaranteed else medians
+    full_ms, cheapest_ms = full_of(promised)[table, None], promised.flatten(1).amin(1)[table, None]
     share = ((budget_ms - cheapest_ms) / (full_ms - cheapest_ms).clamp(min=1e-9)).clamp(0, 1)
     ids = [
         condition_id(row * len(config.budgets) + nth, question, budget, ms)
@@ -124,7 +129,7 @@ def conditions_of(
         highs,
         budget_ms.flatten(),
         share.flatten(),
-        (promised > budget_ms).flatten(),
+        (cheapest_ms > budget_ms).flatten(),
         torch.tensor(ids),
     )
 

@@ -21,7 +21,8 @@ class BudgetConfig:
     values: tuple[float, ...] = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
     """Every question is asked under each of these budgets: a condition is a question and a budget."""
     unit: Unit = "fraction"
-    """Of the values: `ms`, or `fraction` of the full configuration's estimated median on the same question."""
+    """Of the values: `ms`, or `fraction` of what the full configuration is estimated to take on the same question (its
+    high quantile with `guarantee`, its median with `penalty`): at 1 everything fits."""
     span: Span = "answer"
     """What the budget is for: the whole answer, or the time to the first token."""
     respect: Literal["guarantee", "penalty"] = "guarantee"
@@ -35,6 +36,10 @@ class BudgetConfig:
         require(bool(self.values), "workload.budget.values", self.values, "at least one number")
         require(len(set(self.values)) == len(self.values), "workload.budget.values", self.values, "all different")
         _ = self.budgets
+
+    @property
+    def guaranteed(self) -> bool:
+        return self.respect == "guarantee"
 
     @property
     def budgets(self) -> tuple[Budget, ...]:

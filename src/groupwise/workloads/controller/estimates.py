@@ -35,10 +35,9 @@ class Costs:
     high_ms: Table
     """What an answer stays under with the estimator's high probability."""
 
-    @property
-    def full_ms(self) -> float:
-        """Median of the full configuration."""
-        return float(self.median_ms[-1, 0, -1, -1])
+    def promised_ms(self, *, guaranteed: bool) -> Table:
+        """What is held against a budget: the high quantile where it is guaranteed, else the median."""
+        return self.high_ms if guaranteed else self.median_ms
 
 
 def table_shape(options: KnobOptions) -> tuple[int, int, int, int]:

@@ -129,7 +129,7 @@ class Executor:
         distinct = list(dict.fromkeys(leaves))
         known = self._start(requests, prefix)
         with self.blocks.installed():
-            self._run(known, distinct)
+            self._run(known, distinct, keep=max_new_tokens > 1)
             logits = self.adapter.logits(torch.stack([known.states[leaf][-1] for leaf in distinct]))
             rows = [self._row(known, leaf, int(scores.argmax())) for leaf, scores in zip(distinct, logits, strict=True)]
             decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, tally=known.tally)
@@ -155,29 +155,40 @@ class Executor:
             return Known(prefix.known.prompts, dict(prefix.known.states), dict(prefix.known.keys_values))
         return self._encode(list({r.head: (r.sample, r.knobs.tier) for r in requests}.values()))
 
-    def _run(self, known: Known, leaves: Sequence[Node]) -> None:
-        """Block after block, each distinct path once; rows of equal length stand together."""
+    def _run(self, known: Known, leaves: Sequence[Node], *, keep: bool) -> None:
+        """Block after block, each distinct path once; rows of equal length stand together.
+
+        States are let go when the next block has read them; keys and values are kept only for tokens to come.
+        """
         for block in range(self.options.total_blocks):
             wanted = dict.fromkeys((head, path[: block + 1]) for head, path in leaves)
             new = [node for node in wanted if node not in known.states]
             for head, path in new:
                 if not path[-1]:
                     known.states[head, path] = known.prompts[head].after_block(block, known.states[head, path[:-1]])
-            running = sorted((node for node in new if node[1][-1]), key=lambda node: len(known.states[node[0], ()]))
+            running = sorted((node for node in new if node[1][-1]), key=lambda node: len(known.prompts[node[0]].states))
             if running:
-                self._run_block(known, block, running)
+                going_on = {(head, path[: block + 1]) for head, path in leaves if any(path[block + 1 :])}
+                self._run_block(known, block, running, [node not in going_on for node in running], keep=keep)
+            for node in {(head, path[:-1]) for head, path in wanted}:
+                del known.states[node]
 
-    def _run_block(self, known: Known, block: int, running: Sequence[Node]) -> None:
+    def _run_block(
+        self, known: Known, block: int, running: Sequence[Node], ending: Sequence[bool], *, keep: bool
+    ) -> None:
         parents = [known.states[head, path[:-1]] for head, path in running]
         prompts = [known.prompts[head] for head, _ in running]
         places = [prompt.places for prompt in prompts]
-        outputs, pairs = self.blocks.run(block, parents, places, [path[-1] for _, path in running], known.tally)
-        for node, prompt, states, pair in zip(running, prompts, outputs, pairs, strict=True):
-            known.states[node], known.keys_values[node] = prompt.after_block(block, states), pair
+        top_ks = [path[-1] for _, path in running]
+        outputs, pairs = self.blocks.run(block, parents, places, top_ks, known.tally, ending)
+        for node, prompt, states in zip(running, prompts, outputs, strict=True):
+            known.states[node] = prompt.after_block(block, states)
+        if keep:
+            known.keys_values |= zip(running, pairs, strict=True)
 
     def _row(self, known: Known, leaf: Node, first_token: int) -> Row:
         head, path = leaf
-        kept = [known.keys_values[head, path[: block + 1]] if k else None for block, k in enumerate(path)]
+        kept = [known.keys_values.get((head, path[: block + 1])) if k else None for block, k in enumerate(path)]
         return Row(path, known.prompts[head].next_place, kept, [first_token])
 
 

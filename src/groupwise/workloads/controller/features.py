@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from groupwise.workloads.controller.executor import Executor, Head, Prefix
+from groupwise.workloads.controller.pictures import latency_tokens_by_picture, picture_of
 from groupwise.workloads.controller.task import Question
 
 
@@ -26,11 +27,22 @@ class Features:
         self.executor = executor
         self._prompts: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
         self._tokens: dict[Head, Float[Tensor, "positions width"]] = {}
+        self._pictures: Mapping[Hashable, Sequence[Question]] = {}
         self.latency_token = self.embed(torch.arange(executor.adapter.text_config.vocab_size))
 
     @property
     def width(self) -> int:
         return len(self.latency_token)
+
+    def introduce(self, questions: Sequence[Question]) -> None:
+        """Questions that will be met, all of them: those about one picture are looked at together, when one is met.
+
+        For where answers are known beforehand: nothing is left of such a look for them to go on from.
+        """
+        together: dict[Hashable, list[Question]] = {}
+        for question in questions:
+            together.setdefault(picture_of(question.sample), []).append(question)
+        self._pictures = together | self._pictures
 
     def prompts(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
         """The mean embedding of each question's tokens: known before any tier is chosen."""
@@ -45,18 +57,24 @@ class Features:
     ) -> tuple[Float[Tensor, "rows width"], Prefix | None]:
         """The hidden state of each row's latency token at its insertion position.
 
-        Comes with what the model has computed for the questions that were new. All tiers of a question run together and
-        without others: a state is the same bit by bit wherever and whenever it is computed, also after a resume.
+        Comes with what the model has computed for the questions that were new, and were not introduced. All tiers of a
+        question run together, and no other question but those introduced with it: a state is the same bit by bit
+        wherever and whenever it is computed, also after a resume.
         """
         tiers_by_number = list(self.executor.options.crops)
         passes = []
         for question in {each.sample.name: each for each in questions}.values():
-            if (question.sample.name, tiers_by_number[0]) not in self._tokens:
-                heads = [(question.sample, tier) for tier in tiers_by_number]
-                passes.append(self.executor.prefix(heads, self.latency_token))
-                # a copy made here takes part in autograd; what inference mode leaves does not
-                found = passes[-1].latency_tokens.items()
-                self._tokens |= {head: states.cpu().float().clone() for head, states in found}
+            if (question.sample.name, tiers_by_number[0]) in self._tokens:
+                continue
+            together = self._pictures.get(picture_of(question.sample))
+            if together is not None:
+                samples = [each.sample for each in together]
+                found = latency_tokens_by_picture(self.executor, samples, self.latency_token)
+            else:
+                passes.append(self.executor.prefix([(question.sample, t) for t in tiers_by_number], self.latency_token))
+                found = passes[-1].latency_tokens
+            # a copy made here takes part in autograd; what inference mode leaves does not
+            self._tokens |= {head: states.cpu().float().clone() for head, states in found.items()}
         rows = zip(questions, tiers.tolist(), positions.tolist(), strict=True)
         states = [self._tokens[each.sample.name, tiers_by_number[tier]][nth] for each, tier, nth in rows]
         return torch.stack(states), _join(passes) if passes else None

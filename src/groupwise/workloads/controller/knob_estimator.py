@@ -17,6 +17,8 @@ from groupwise.meter.observation import Columns, Features
 from groupwise.workloads.controller.knobs import KnobOptions, Knobs, work_of_answer
 
 Numbers = Float[np.ndarray, " rows"]
+_COUNTING = 2
+"""Goes up when the executor does or counts other work for the same setting: estimators of before are then of no use."""
 
 
 class KnobWork:
@@ -24,11 +26,12 @@ class KnobWork:
 
     def __init__(self, options: KnobOptions):
         self.settings = list(options.all())
-        per_token = [work_of_answer(options, knobs, tokens=1) for knobs in self.settings]
+        one, two = ([work_of_answer(options, knobs, tokens) for knobs in self.settings] for tokens in (1, 2))
         self._row = {knobs: row for row, knobs in enumerate(self.settings)}
-        self._crops = np.array([work.crops for work in per_token], float)
-        self._blocks = np.array([work.block_rows for work in per_token], float)
-        self._pairs = np.array([work.expert_pairs for work in per_token], float)
+        self._crops = np.array([work.crops for work in one], float)
+        self._blocks = np.array([work.block_rows for work in one], float)
+        self._pairs = np.array([work.expert_pairs for work in one], float)
+        self._pairs_of_one_more = np.array([work.expert_pairs for work in two], float) - self._pairs
         self._check = options.check
 
     def columns(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs], *, new_tokens: int = 1) -> Columns:
@@ -39,7 +42,8 @@ class KnobWork:
                 self._check(each)
         rows = np.array([self._row[each] for each in knobs])
         tokens = np.array([prompt_tokens[each.tier] for each in knobs], float)
-        return _columns(self._crops[rows], tokens, self._blocks[rows], self._pairs[rows], steps=new_tokens - 1)
+        pairs = self._pairs[rows], self._pairs_of_one_more[rows]
+        return _columns(self._crops[rows], tokens, self._blocks[rows], pairs, steps=new_tokens - 1)
 
     def features(self, knobs: Knobs, *, prompt_tokens: int, new_tokens: int = 1) -> Features:
         """Of one answer."""
@@ -47,8 +51,14 @@ class KnobWork:
         return {stage: {name: float(column[0]) for name, column in part.items()} for stage, part in columns.items()}
 
 
-def _columns(crops: Numbers, tokens: Numbers, blocks: Numbers, pairs_per_token: Numbers, *, steps: int) -> Columns:
-    """n tokens take n - 1 steps; step i attends to the prompt and to the i tokens before."""
+def _columns(
+    crops: Numbers, tokens: Numbers, blocks: Numbers, pairs: tuple[Numbers, Numbers], *, steps: int
+) -> Columns:
+    """n tokens take n - 1 steps; step i attends to the prompt and to the i tokens before.
+
+    `pairs` are those of the last token, and those of every token before it.
+    """
+    of_last, of_others = pairs
     attended = steps * tokens + steps * (steps + 1) / 2
     return {
         VISION: {"crops": crops, "tokens": tokens},
@@ -57,13 +67,13 @@ def _columns(crops: Numbers, tokens: Numbers, blocks: Numbers, pairs_per_token: 
             "blocks": blocks,
             "block_tokens": blocks * tokens,
             "attended": blocks * tokens**2,
-            "expert_pairs": pairs_per_token * tokens,
+            "expert_pairs": of_others * (tokens - 1) + of_last,
         },
         DECODE: {
             "steps": np.full_like(tokens, steps),
             "blocks": steps * blocks,
             "attended": blocks * attended,
-            "expert_pairs": steps * pairs_per_token,
+            "expert_pairs": steps * of_last,
         },
     }
 
@@ -89,8 +99,8 @@ class KnobEstimator:
 
 
 def work_identity(model: Any) -> str:
-    """What decides a model's work: its class, its number format and its configuration, not its weights."""
-    settings = json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)
+    """What decides a model's work: its class, number format and configuration, and how it is run; not its weights."""
+    settings = f"{_COUNTING} {json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)}"
     digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest}"
 

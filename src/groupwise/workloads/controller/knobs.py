@@ -146,7 +146,12 @@ class Work:
 
 
 def work_of_answer(options: KnobOptions, knobs: Knobs, tokens: int, patches: int = 0) -> Work:
-    """What one answer of one token costs when nothing is shared: `tokens` of prompt through its blocks."""
+    """What one answer of one token costs when nothing is shared: `tokens` of prompt through its blocks.
+
+    In the last block that runs only the last token is taken to experts: nobody reads the others any more.
+    """
     path = options.path(knobs)
-    top_ks = [top_k for block, top_k in enumerate(path) if options.has_experts(block)]
-    return Work(1 + options.crops[knobs.tier], sum(k > 0 for k in path), tokens * sum(top_ks), patches)
+    top_ks = [top_k if options.has_experts(block) else 0 for block, top_k in enumerate(path)]
+    last = max(block for block, top_k in enumerate(path) if top_k)
+    pairs = tokens * sum(top_ks) - (tokens - 1) * top_ks[last]
+    return Work(1 + options.crops[knobs.tier], sum(k > 0 for k in path), pairs, patches)

@@ -14,7 +14,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int64
+from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import embedding_bag, grouped_mm, linear, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
@@ -39,9 +39,19 @@ class Packing:
 
     lengths: tuple[int, ...]
     top_k: Int64[Tensor, " tokens"]
+    """0 for a token whose state nobody will read."""
     tally: Tally
     past: Past | None = None
     """Keys and values of earlier tokens, when every row is one new token."""
+    visible: Sequence[Bool[Tensor, "_ _"]] | None = None
+    """For every row, which tokens (down) see which (across); else all that came before."""
+
+    def alike(self) -> Iterator[tuple[int, Tensor | None, int]]:
+        """Runs of rows that attention can take together: their length, what they see, and how many they are."""
+        if self.visible is not None:
+            yield from ((length, visible, 1) for length, visible in zip(self.lengths, self.visible, strict=True))
+        else:
+            yield from ((length, None, len(list(equals))) for length, equals in groupby(self.lengths))
 
 
 class Past:
@@ -115,11 +125,12 @@ def attend_inside_rows(
         )
         return attended[:, :, 0].flatten(1)[None].view(1, -1, *query.shape[1::2]), None
     result, start = torch.empty_like(query.transpose(1, 2)), 0
-    for length, equals in groupby(packing.lengths):
-        count = len(list(equals))
+    for length, visible, count in packing.alike():
         part = slice(start, start + count * length)
         q, k, v = (states[0, :, part].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value))
-        attended = scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        attended = scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, is_causal=visible is None, scale=scaling, enable_gqa=grouped
+        )
         result[0, part] = attended.transpose(1, 2).flatten(0, 1)
         start = part.stop
     return result, None
@@ -157,18 +168,19 @@ def experts_of_row(
     if getattr(self, "groupwise_renormalise", False):
         kept = top_k_weights * wanted
         top_k_weights = kept / kept.sum(1, keepdim=True)
-    token = wanted.nonzero()[:, 0]
-    packing.tally.expert_pairs += len(token)
-    expert = top_k_index[wanted]
+    chosen = wanted.flatten().nonzero()[:, 0]
+    packing.tally.expert_pairs += len(chosen)
+    token, expert = chosen // wanted.shape[1], top_k_index.flatten()[chosen]
     order = expert.argsort(stable=True)
     counts = torch.bincount(expert, minlength=self.num_experts)
     gate, up = _by_expert(hidden.index_select(0, token[order]), self.gate_up_proj, counts).chunk(2, dim=-1)
-    found = _by_expert(self.act_fn(gate) * up, self.down_proj, counts)
+    found = _by_expert(self.act_fn(gate).mul_(up), self.down_proj, counts)
     # The weighted sum of each token's pairs: one pass, where a scatter would take three.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = wanted.sum(1).cumsum(0)
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    return embedding_bag(places, found, starts, mode="sum", per_sample_weights=top_k_weights[wanted].to(found.dtype))
+    weights = top_k_weights.flatten()[chosen].to(found.dtype)
+    return embedding_bag(places, found, starts, mode="sum", per_sample_weights=weights)
 
 
 def _by_expert(

@@ -41,7 +41,13 @@ class ControllerWorkload(Workload):
         features = Features(task.executor)
         self.policy = Policy(features.width, self.options, seed=config.policy_seed).to(device)
         self.controller = Controller(self.policy, features, device)
+        self.introduce(every)
         self.stage_rows = {"evaluation": config.eval_rows_per_pass}
+
+    def introduce(self, questions: Sequence[Question]) -> None:
+        """Let questions about one picture be looked at together, if their answers are there already."""
+        if self.task.answers.shipped is not None:
+            self.controller.features.introduce(questions)
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""

@@ -55,7 +55,8 @@ def test_counted_work_by_hand():
     price = CountedWork(options, crop_ms=2, block_ms=3, pair_ms=0.01, spread=0.5)
     (full,) = price.estimate(question.prompt_tokens, [options.full])
     tokens, blocks = question.prompt_tokens[options.full.tier], options.total_blocks
-    expected = 2 * (1 + options.crops[options.full.tier]) + 3 * blocks + 0.01 * tokens * blocks * options.full_top_k
+    pairs = options.full_top_k * (tokens * (blocks - 1) + 1)  # in the last block only the last token's
+    expected = 2 * (1 + options.crops[options.full.tier]) + 3 * blocks + 0.01 * pairs
     assert full.total_ms == pytest.approx(expected)
     assert full.high_ms == pytest.approx(1.5 * expected)
 

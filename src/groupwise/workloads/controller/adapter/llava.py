@@ -18,8 +18,8 @@ class LlavaAdapter(TextSide):
     """`LlavaForConditionalGeneration`: a vision tower, a projector and any text model with rotary positions."""
 
     def encode(self, heads: Sequence[tuple[Sample, str]]) -> Encoded:
-        overviews = {sample.name: sample.crops[tier][:1] for sample, tier in heads}
-        details = {(sample.name, tier): sample.crops[tier][1:] for sample, tier in heads}
+        overviews = {id(sample.crops): sample.crops[tier][:1] for sample, tier in heads}
+        details = {(id(sample.crops), tier): sample.crops[tier][1:] for sample, tier in heads}
         pixels = torch.cat([*overviews.values(), *details.values()]).to(self.device)
         features = self.model.get_image_features(pixel_values=pixels, **self._feature_choice).pooler_output
         features = features if isinstance(features, Tensor) else torch.stack(list(features))
@@ -27,7 +27,7 @@ class LlavaAdapter(TextSide):
         parts = dict(zip([*overviews, *details], features.split(counts), strict=True))
         prompts = []
         for sample, tier in heads:
-            image = torch.cat([parts[sample.name], parts[sample.name, tier]]).flatten(0, 1)
+            image = torch.cat([parts[id(sample.crops)], parts[id(sample.crops), tier]]).flatten(0, 1)
             states = self._around(sample, image)
             prompts.append(Prompt(states, torch.arange(len(states))[None], len(states)))
         return Encoded(prompts, len(pixels))

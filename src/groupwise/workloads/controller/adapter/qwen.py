@@ -24,7 +24,7 @@ class QwenAdapter(TextSide):
     """
 
     def encode(self, heads: Sequence[tuple[Sample, str]]) -> Encoded:
-        images = {(sample.name, tier): sample.crops[tier][0] for sample, tier in heads}
+        images = {(id(sample.crops), tier): sample.crops[tier][0] for sample, tier in heads}
         patches = torch.cat([self._patches(image) for image in images.values()])
         grids = {head: self._grid(image) for head, image in images.items()}
         found = self.model.get_image_features(
@@ -34,10 +34,10 @@ class QwenAdapter(TextSide):
         deepstacks = dict(zip(images, zip(*found.deepstack_features, strict=True), strict=True))
         prompts = []
         for sample, tier in heads:
-            head = sample.name, tier
-            states = self._around(sample, features[head])
-            places = self._places(grids[head], len(sample.before), len(sample.question))
-            prompts.append(Prompt(states, places, int(places.max()) + 1, len(sample.before), deepstacks[head]))
+            image = id(sample.crops), tier
+            states = self._around(sample, features[image])
+            places = self._places(grids[image], len(sample.before), len(sample.question))
+            prompts.append(Prompt(states, places, int(places.max()) + 1, len(sample.before), deepstacks[image]))
         return Encoded(prompts, len(images), len(patches))
 
     def _grid(self, image: Float[Tensor, "channels height width"]) -> tuple[int, int, int]:

@@ -49,6 +49,7 @@ class Exam:
 def make_exam(workload: ControllerWorkload, questions: Sequence[Question]) -> Exam:
     """Ask everything: remembered answers where there are some, else the model."""
     task, options = workload.task, workload.options
+    workload.introduce(questions)
     # Questions that nothing fits are counted here: training has not seen them, so it could not refuse them.
     budget = replace(workload.config.budget, on_impossible="cheapest")
     conditions = make_conditions(questions, task.estimator, options, budget)
