@@ -4,11 +4,11 @@
     ranking   pairwise ranking inside a group
     exact     gradient of the exact expected reward over all configurations: the upper reference, nothing is sampled
 
-All three take the same steps over as many conditions, with the recipe's learning rate; the exact one without warm-up
-and entropy bonus. Accuracy is of all test questions;
+All three take the same steps over as many conditions, with the recipe's learning rate and entropy bonus; the exact one
+without warm-up. Accuracy is of all test questions;
 the clipped runs are also timed and leave their evaluation in the run folder.
 
-python bench/controller.py --steps 200 --folder runs/bench-controller
+python bench/controller.py --folder runs/bench-controller
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOSSES = ("clipped", "ranking", "exact")
 _CONSOLE = Console(soft_wrap=True, highlight=False)
 
 
-def main(folder: Path = Path("runs/bench-controller"), steps: int = 200, seeds: int = 3, timed: bool = True) -> None:
+def main(folder: Path = Path("runs/bench-controller"), steps: int = 600, seeds: int = 3, timed: bool = True) -> None:
     """Print a line a run and a summary a loss.
 
     Args:
@@ -108,12 +108,13 @@ def _trained_exactly(config: gw.Config) -> ControllerWorkload:
         optimiser, lambda step: (1 + math.cos(math.pi * step / config.steps)) / 2
     )
     source = torch.Generator().manual_seed(config.seed)
-    for _ in range(config.steps):
+    for step in range(config.steps):
         rows = torch.randperm(len(training), generator=source)[: config.conditions_per_step]
         logp = workload.controller.path_logp(training, rows)
         earned = (logp.exp() * rewards[rows].to(logp)).flatten(1).sum(1).mean()
+        entropy = -(logp.exp() * logp).flatten(1).sum(1).mean()
         optimiser.zero_grad()
-        (-earned).backward()
+        (-earned - config.loss.entropy_at(step / config.steps) * entropy).backward()
         torch.nn.utils.clip_grad_norm_(workload.policy.parameters(), config.optimiser.max_grad_norm or math.inf)
         optimiser.step()
         schedule.step()

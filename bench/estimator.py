@@ -13,7 +13,6 @@ from functools import partial
 from itertools import compress
 
 import numpy as np
-import torch
 from sklearn.ensemble import RandomForestRegressor
 
 from groupwise.meter.calibration import crossed_folds
@@ -21,6 +20,7 @@ from groupwise.meter.estimator import Estimator
 from groupwise.meter.latency import STAGES
 from groupwise.meter.machine import current_machine
 from groupwise.meter.observation import Observation, columns_of, stage_ms, total_ms
+from groupwise.meter.process import settle_in
 from groupwise.workloads.controller.adapter import LlavaAdapter, Sample
 from groupwise.workloads.controller.executor import Executor
 from groupwise.workloads.controller.knob_estimator import KnobEstimator, work_identity
@@ -154,7 +154,7 @@ def main() -> None:
     given = flags.parse_args()
     clock = "processor" if given.cpu_time else "wall"
     timer = partial(time_answer, clock=time.process_time if given.cpu_time else time.perf_counter)
-    torch.set_num_threads(1)
+    settle_in(1)
     model, samples = load_mosaic(), samples_of(6)
     executor = Executor(LlavaAdapter(model), mosaic_options())
     seen = profile(executor, samples, seconds=given.seconds, new_tokens=given.new_tokens, timer=timer)

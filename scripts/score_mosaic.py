@@ -8,11 +8,11 @@ python scripts/score_mosaic.py card
 import json
 from typing import Annotated
 
-import torch
 import tyro
 from rich.console import Console
 
 from groupwise.core.errors import UserError
+from groupwise.meter.process import settle_in
 from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 from groupwise.workloads.controller.mosaic.digits import Split
 from groupwise.workloads.controller.mosaic.model import ASSET, load_mosaic
@@ -62,7 +62,7 @@ def card(timing_rounds: int = 20) -> None:
 
 def main(step: Annotated[str, tyro.conf.Positional]) -> None:
     """Measure `importance`, or write the `card`."""
-    torch.set_num_threads(1)
+    settle_in(1)
     {"importance": importance, "card": card}[step]()
 
 

@@ -7,6 +7,7 @@ from torch.testing import assert_close
 
 from groupwise.core.advantage import group_advantages
 from groupwise.core.config import AdvantageConfig, LossConfig
+from groupwise.core.errors import UserError
 from groupwise.core.loss import pairwise_ranking
 from groupwise.core.placement import place
 from groupwise.core.reward import weigh
@@ -60,6 +61,28 @@ def test_every_cut_gives_the_same_gradient(loss, updates):
     assert whole.abs().max() > 1e-3
     for rows in (1, 2, 4, 16):
         assert_close(gradient_of(replace(config, rows_per_pass=rows)), whole, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("step", "weight"), [(0, 0.2), (2, 0.15), (8, 0.0)])
+def test_the_entropy_bonus_falls_in_a_straight_line(step, weight):
+    assert LossConfig(entropy=0.2, entropy_end=0.0).entropy_at(step / 8) == pytest.approx(weight)
+    falling, steady = (
+        changed(recipe(), steps=8, loss=loss, optimiser={"max_grad_norm": None, "updates_per_rollout": 1})
+        for loss in (LossConfig(entropy=0.2, entropy_end=0.0), LossConfig(entropy=weight))
+    )
+    gradients = []
+    for config in (falling, steady):
+        setup, rollouts, comparison = one_step(config)
+        setup.state.step = step
+        update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
+        gradients.append(torch.cat([each.grad.flatten() for each in trainable_weights(setup.workload.policy).values()]))
+    assert_close(*gradients, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("end", [-0.1, 0.3])
+def test_an_entropy_bonus_that_would_rise_is_refused(end):
+    with pytest.raises(UserError, match=r"loss\.entropy_end"):
+        LossConfig(entropy=0.2, entropy_end=end)
 
 
 @pytest.mark.parametrize("kind", ["group_std", "batch_std", "centred", "leave_one_out"])

@@ -60,7 +60,9 @@ class LossConfig:
     kl: float = 0.0
     """Weight of the KL divergence from the reference policy (k3 estimator); 0 switches it off."""
     entropy: float = 0.0
-    """Weight of the entropy bonus; 0 switches it off."""
+    """Weight of the entropy bonus; 0 switches it off. As everything else it leaves groups without spread alone."""
+    entropy_end: float | None = None
+    """What that weight falls to, in a straight line over the run: look around first, then settle. None keeps it."""
 
     def __post_init__(self) -> None:
         require_types(self, "loss.")
@@ -71,3 +73,10 @@ class LossConfig:
         require(given == (self.denominator == "constant"), "loss.constant", self.constant, constant_rule)
         require(0 <= self.kl < math.inf, "loss.kl", self.kl, "0 or more")
         require(0 <= self.entropy < math.inf, "loss.entropy", self.entropy, "0 or more")
+        falls = self.entropy_end is None or 0 <= self.entropy_end <= self.entropy
+        require(falls, "loss.entropy_end", self.entropy_end, "from 0 to loss.entropy, or None")
+
+    def entropy_at(self, progress: float) -> float:
+        """The weight of the entropy bonus when this share of the updates is done: a pure function, as the rate is."""
+        end = self.entropy if self.entropy_end is None else self.entropy_end
+        return self.entropy + (end - self.entropy) * min(1.0, progress)

@@ -87,10 +87,11 @@ def accumulate(
     state.optimiser.zero_grad(set_to_none=True)
     sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_share"), 0.0)
     highest, lowest = -math.inf, math.inf
+    now = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
     with comm.together(f"score() of {type(workload).__name__}"):
         for part, rows in batch.passes(workload, state.cut.rows_per_pass):
             scored = workload.score(part)
-            loss, parts = loss_of_pass(scored, part, strengths[rows], batch.totals, config.loss)
+            loss, parts = loss_of_pass(scored, part, strengths[rows], batch.totals, now)
             loss.backward()
             ratio, held = watch_ratio(scored, part, strengths[rows], config.loss)
             parts["ratio_mean"] = ratio.sum() / batch.totals.decisions

@@ -175,8 +175,8 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
     estimator = priced(loaded.model)
     estimator.save(tmp_path / "here.json")
     here = config(model, data, estimator=str(tmp_path / "here.json")).task(CPU)
-    # 1 ms a crop, 0.5 a block and 0.01 a token-expert pair, for the prompt and one more token; 8 blocks of 4 experts, the
-    # last of them for the prompt's last token alone
+    # 1 ms a crop, 0.5 a block and 0.01 a token-expert pair, for the prompt and one more token. Of 8 blocks with 4
+    # experts the last one sends the prompt's last token alone to them.
     full, tokens = loaded.options.full, asked[0].prompt_tokens["high"]
     (found,) = here.estimator.estimate(asked[0].prompt_tokens, [full])
     assert found.total_ms == pytest.approx(13 + 0.5 * 16 + 0.01 * 4 * (7 * tokens + 1 + 8))

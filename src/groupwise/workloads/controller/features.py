@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ class Features:
         self.executor = executor
         self._prompts: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
         self._tokens: dict[Head, Float[Tensor, "positions width"]] = {}
-        self._pictures: Mapping[Hashable, Sequence[Question]] = {}
+        self._pictures: dict[Hashable, list[Question]] = {}
         self.latency_token = self.embed(torch.arange(executor.adapter.text_config.vocab_size))
 
     @property

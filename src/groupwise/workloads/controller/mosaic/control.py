@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MosaicControllerConfig(ControllerConfig):
-    mosaics: int = 96
+    mosaics: int = 288
     """Mosaics to train on, each with one question of every kind."""
     held_out_mosaics: int = 16
     """Mosaics of other handwriting to look at while training."""
     choose_mosaics: int = 192
     """Mosaics of that handwriting on which `groupwise eval` chooses its baselines; those to look at are among them."""
-    test_mosaics: int = 64
+    test_mosaics: int = 192
     """Mosaics of the test handwriting on which `groupwise eval` judges."""
     question_seed: int = 0
     """Decides which mosaics are drawn and what is asked."""
