@@ -9,12 +9,13 @@ import torch
 
 _TRIM, _MMAP = -1, -3
 """Names of glibc's mallopt: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD."""
-_KEPT_BYTES = 32 * 2**20
-"""The largest that glibc takes for M_MMAP_THRESHOLD."""
+_LARGEST_BYTES = 32 * 2**20
+"""The most that glibc takes for M_MMAP_THRESHOLD: larger tensors always come from the system, and go back to it."""
+_KEPT_BYTES = 2 * _LARGEST_BYTES
 
 
 def settle_in(threads: int) -> None:
-    """Take so many threads, and keep up to 32 MiB of freed memory for the next tensors.
+    """Take so many threads, and keep up to 64 MiB of freed memory for the next tensors.
 
     Left to itself glibc gives memory back to the system and asks for it again at every large tensor: 25,000 page faults
     in a batch of answers of the embedded model, a quarter of its time.
@@ -23,4 +24,4 @@ def settle_in(threads: int) -> None:
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_TRIM, _KEPT_BYTES)
-        libc.mallopt(_MMAP, _KEPT_BYTES)
+        libc.mallopt(_MMAP, _LARGEST_BYTES)

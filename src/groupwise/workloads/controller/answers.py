@@ -46,12 +46,8 @@ class Answers:
 
     def known(self, keys: Iterable[Key]) -> dict[Key, tuple[int, ...]]:
         """Those of the keys that have an answer."""
-        found = {}
-        for key in keys:
-            tokens = self._known[key] if key in self._known else self._look_up(key)
-            if tokens is not None:
-                found[key] = self._known[key] = tokens
-        return found
+        looked_up = ((key, self._look_up(key)) for key in keys)
+        return {key: tokens for key, tokens in looked_up if tokens is not None}
 
     def remember(self, answers: Mapping[Key, tuple[int, ...]]) -> None:
         """Keep new answers; all of them reach the disk together."""
@@ -67,11 +63,16 @@ class Answers:
 
     def _look_up(self, key: Key) -> tuple[int, ...] | None:
         shipped = self.shipped.one(*key) if self.shipped is not None else None
-        if shipped is not None or self._file is None:
+        if shipped is not None:
             return shipped
+        if key in self._known or self._file is None:
+            return self._known.get(key)
         where = "model = ? and sample = ? and tier = ? and insertion_position = ? and top_k = ? and blocks = ?"
         row = self._file.execute(f"select tokens from answers where {where}", self._row(key)).fetchone()
-        return tuple(map(int, row[0].split())) if row else None
+        if row is None:
+            return None
+        self._known[key] = tuple(map(int, row[0].split()))
+        return self._known[key]
 
     def _row(self, key: Key) -> tuple[str | int, ...]:
         sample, knobs = key

@@ -1,0 +1,30 @@
+"""What a process does with its threads and with memory that it has freed."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+FAULTS = """
+import resource, torch
+from groupwise.meter.process import settle_in
+settle_in(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    _ = [torch.ones(2**20) for _ in range(8)]  # 32 MiB, freed together
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before, torch.get_num_threads())
+"""
+
+
+def faults() -> tuple[int, int]:
+    ended = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, timeout=120, check=True)
+    count, threads = map(int, ended.stdout.split())
+    return count, threads
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the memory of other C libraries is their own affair")
+def test_freed_memory_is_kept_for_the_next_tensor_and_threads_are_set():
+    count, threads = faults()
+    assert threads == 1
+    assert count < 3 * 8192  # 20 times 8,192 pages; left alone, it is all of them in some processes
