@@ -1,7 +1,7 @@
 """Train the controller on several seeds and with several losses, evaluate each, and print what is reached.
 
     clipped   group-relative advantages and the clipped surrogate, as the recipe has it
-    ranking   pairwise ranking inside a group, without the price of a configuration: it would count as a right answer does
+    ranking   pairwise ranking inside a group, without the price of knobs, which would count as much as accuracy
     exact     gradient of the exact expected reward over all configurations: the upper reference, nothing is sampled
 
 All three take the same steps over as many conditions, with the recipe's learning rate and entropy bonus; the exact one
