@@ -25,6 +25,8 @@ from memory_points import POINTS, Point
 from torch.profiler import ProfilerActivity, profile
 
 from groupwise.core.units import readable
+from groupwise.train.config import OptimiserConfig
+from groupwise.train.state import new_state
 
 
 def allocated(act: Callable[[], object]) -> int:
@@ -51,7 +53,7 @@ def true_bytes(point: Point) -> int:
     if point.stage == "rollout":
         with torch.no_grad():
             return before + allocated(made.rollout)
-    optimiser = torch.optim.AdamW(trained)
+    optimiser = new_state(made.policy, OptimiserConfig()).optimiser
 
     def step() -> None:
         for _ in range(2):
@@ -85,7 +87,7 @@ def figures(name: str, point: Point) -> dict[str, Any]:
     begun = time.process_time()
     made = point.made(fake=True)
     numbers = sum(weight.numel() for weight in {*made.policy.parameters(), *made.frozen})
-    traced = made.traced(point.stage)
+    traced = made.traced(point.stage, point.job())
     seconds = time.process_time() - begun
     return {
         "name": f"{name}: {point.stage}",

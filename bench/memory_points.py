@@ -56,12 +56,12 @@ class Made:
     follow_rollout: Callable[[], int] = lambda: 0
     follow_update: Callable[[], int] | None = None
 
-    def traced(self, stage: Stage) -> int:
+    def traced(self, stage: Stage, job: Job) -> int:
         if stage == "rollout":
             return self.follow_rollout()
         if self.follow_update is not None:
             return self.follow_update()
-        return traced_update(self.policy, self.one_pass, more=self.more)
+        return traced_update(self.policy, self.one_pass, job, more=self.more)
 
 
 class Point(Protocol):
@@ -75,7 +75,7 @@ class Point(Protocol):
 
 def two_groups(rows: int) -> Job:
     """One group a pass, or less: two groups in all."""
-    return Job(Shape(10**6, 2, max(2, rows), 1, rows, "whole"), all_at_once=False)
+    return Job(Shape(10**6, 2, max(2, rows), 1, rows, "whole"), fused=True)
 
 
 @dataclass(frozen=True)

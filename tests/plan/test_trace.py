@@ -1,6 +1,7 @@
 """Fake tensors take no memory and count the same as the allocator; the arithmetic agrees with them."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ from groupwise.core.shape import Shape
 from groupwise.plan.architecture import architecture
 from groupwise.plan.frozen import FrozenMemory, vision_of
 from groupwise.plan.language import LanguageMemory
-from groupwise.plan.parts import Job
+from groupwise.plan.parts import Job, Trained, fullest
 from groupwise.plan.trace import LiveBytes, fake_tensors, traced_update
 from groupwise.plan.video import VideoMemory, video_model
+from groupwise.train.config import Config, OptimiserConfig
+from groupwise.train.state import new_state
+from groupwise.train.update import _apply
 from groupwise.workloads.chat.engine_config import PolicyConfig
 from groupwise.workloads.chat.rollout import generate
 from groupwise.workloads.chat.sampling import Sampling
@@ -23,7 +27,7 @@ from groupwise.workloads.controller.trace import controller_like, traced_control
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SIZES |= {"intermediate_size": 128, "vocab_size": 256, "tie_word_embeddings": False}
-JOB = Job(Shape(10**6, 2, 4, 1, 4, "whole"), all_at_once=False)
+JOB = Job(Shape(10**6, 2, 4, 1, 4, "whole"), fused=True)
 POLICIES = {
     "full": {},
     "checkpointing": {"gradient_checkpointing": True},
@@ -83,9 +87,9 @@ def test_trace_truth_and_arithmetic_of_an_update_agree(name):
         copy = policy._reference[0]
         more = tuple(copy.parameters()) if copy is not None else ()
         one = scored_pass(policy, **lengths)
-        found[fake] = traced_update(policy, one, more=more)
+        found[fake] = traced_update(policy, one, JOB, more=more)
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(trained)
+    optimiser = new_state(policy, OptimiserConfig()).optimiser
 
     def step():
         for _ in range(2):
@@ -125,10 +129,10 @@ def test_a_video_models_update(part, steps, fields):
     transformer = transformer_like(sizes, TrainConfig(part=part, lora_rank=4), checkpointing=memory.checkpointing)
     numbers = sum(weight.numel() for weight in transformer.parameters())
     assert numbers == memory.model.parameters + (memory.model.adapter_numbers(4) if rank else 0)
-    job = Job(Shape(10**6, 2, 2, 1, 2, "whole"), all_at_once=False)
+    job = Job(Shape(10**6, 2, 2, 1, 2, "whole"), fused=True)
     assert memory.starts(job) == (1 if memory.branch else 2)
     found, planned = stages_of(transformer, memory, job), memory.stages(job)
-    update = traced_update(transformer, found.one_pass, more=found.held)
+    update = traced_update(transformer, found.one_pass, job, more=found.held)
     assert sum(planned.update.values()) == pytest.approx(update, rel=0.10)
     assert sum(planned.rollout.values()) == pytest.approx(followed_rollout(transformer, found), rel=0.10)
 
@@ -189,13 +193,30 @@ def test_trace_truth_and_arithmetic_of_a_controllers_pass_agree(new_tokens):
     assert sum(stages.update.values()) == pytest.approx(found["update"], rel=0.10)
 
 
-def test_an_accelerators_optimiser_works_on_all_weights_at_once():
-    """AdamW holds one number more for each, in place of two for the largest weight."""
+@pytest.mark.parametrize(("fused", "of_each"), [(True, 4), (False, 5)])
+def test_an_optimiser_that_is_not_fused_holds_one_number_more_of_each(fused, of_each):
     policy, numbers = torch.nn.Linear(100, 100), 100 * 101
-    found = [traced_update(policy, lambda: policy.weight.sum() + policy.bias.sum(), all_at_once=on) for on in (0, 1)]
-    # weights, gradients and two moments, besides the counts of steps; four bytes each
-    assert found[1] - found[0] == pytest.approx(4 * (numbers - 2 * 10_000), abs=4 * 300)
-    assert found[1] == pytest.approx(4 * 5 * numbers, rel=0.02)
+    job = replace(JOB, fused=fused)
+    found = traced_update(policy, lambda: policy.weight.sum() + policy.bias.sum(), job)
+    # weights, gradients and two moments of four bytes each; little besides
+    assert found == pytest.approx(4 * of_each * numbers, rel=0.02)
+    held = Trained(0, numbers).parts(job)
+    assert sum(fullest(held, [{}], Trained(0, numbers).in_step(job), one_pass=False).values()) == 4 * of_each * numbers
+
+
+def test_the_allocator_has_nothing_to_hand_out_for_a_fused_step():
+    config = OptimiserConfig()
+    state = new_state(torch.nn.Linear(1000, 1000), config)
+
+    def step():
+        for weight in state.trainable:
+            weight.grad.fill_(1.0)
+        _apply(state, Config(None, steps=1, optimiser=config), 0)
+
+    for weight in state.trainable:
+        weight.grad = torch.zeros_like(weight)
+    step()
+    assert allocated(step) < 4_000, "of 4 MB of weights"
 
 
 def test_finished_clips_are_not_counted_on_the_device():

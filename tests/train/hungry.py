@@ -59,9 +59,9 @@ class HungryWorkload(TinyWorkload):
             self.stage_rows = {"evaluation": 16}
         self.shrinkable = {"length": 8}
         if config.stage == "optimiser":
-            # 32 MiB of weight and as much of gradient fit into what is left, AdamW's moments and results do not
-            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(4 << 20, dtype=torch.float64)))
-            self.hoard = torch.empty(ROOM - (150 << 20), dtype=torch.uint8)
+            # 128 MiB of weight, as much of gradient and of what is added to it fit into 448; AdamW's two moments do not
+            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(16 << 20, dtype=torch.float64)))
+            self.hoard = torch.empty(ROOM - (448 << 20), dtype=torch.uint8)
 
     def hungry(self, stage: str) -> bool:
         return self.config.stage == stage and self.step >= self.config.from_step

@@ -103,3 +103,17 @@ def test_when_all_are_damaged_nothing_is_started_over(tmp_path):
 def test_a_checkpoint_names_what_made_it(tmp_path):
     meta = json.loads((write(tmp_path, 5) / "checkpoint.json").read_text())
     assert set(meta["sha256"]) == {"policy.safetensors", "optimiser.pt", "ema.safetensors", "checkpoint.json"}
+
+
+def test_whether_a_step_is_fused_is_up_to_the_device_that_resumes(tmp_path):
+    written, resumed = state_at(3), state_at(4)
+    for group in written.optimiser.param_groups:
+        group["fused"] = None  # as where torch has no fused AdamW
+    written.policy(torch.ones(1, 2)).sum().backward()
+    written.optimiser.step()
+    restore(write_checkpoint(tmp_path, written, config={}, ranks=1, keep=1), resumed)
+    assert resumed.fused
+    assert [group["fused"] for group in resumed.optimiser.param_groups] == [True]
+    for before, after in zip(written.trainable, resumed.trainable, strict=True):
+        for name, value in written.optimiser.state[before].items():
+            assert torch.equal(resumed.optimiser.state[after][name], value)

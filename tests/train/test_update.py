@@ -15,7 +15,7 @@ from groupwise.dist.comm import connect
 from groupwise.train.loop import rollout, share
 from groupwise.train.run import set_up
 from groupwise.train.state import trainable_weights
-from groupwise.train.update import Comparison, update
+from groupwise.train.update import Comparison, _all_finite, update
 
 LOSSES = {
     "clipped": LossConfig(kl=0.1, entropy=0.02),
@@ -157,3 +157,10 @@ def test_one_process_is_one_rank():
     comm = connect()
     assert (comm.rank, comm.ranks, comm.is_main) == (0, 1, True)
     assert comm.sum(1.5, 2) == [1.5, 2.0]
+
+
+def test_weights_whose_norm_overflows_are_finite_and_others_are_not():
+    fine, huge = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.full((4,), 1e30))
+    assert _all_finite([fine, huge])
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        assert not _all_finite([fine, torch.nn.Parameter(torch.tensor([1.0, wrong]))])

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
+from groupwise.dist.devices import widest_float
 
 PACK = 1 << 22
 """Numbers that are sent together when gradients are summed: small tensors share one exchange."""
@@ -114,7 +115,7 @@ class Comm:
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self.ranks == 1:
             return [float(number) for number in numbers]
-        packed = torch.tensor(numbers, dtype=_widest_float(self.device), device=self.device)
+        packed = torch.tensor(numbers, dtype=widest_float(self.device), device=self.device)
         dist.all_reduce(packed, op=operation)
         return [float(number) for number in packed.tolist()]
 
@@ -182,8 +183,3 @@ def disconnect() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _widest_float(device: torch.device) -> torch.dtype:
-    """float64 where the device has it (not on mps and npu)."""
-    return torch.float32 if device.type in ("mps", "npu") else torch.float64

@@ -75,8 +75,7 @@ class FrozenMemory:
         rollout = {name: held[name] for name in ("frozen model", "weights", "optimiser", "averaged weights")}
         rows = job.shape.rows_per_pass
         learned = {"activations": rows * (4 * ENCODED + 6 * FIRST + 6 * SECOND + 2 * self.text.width) * 4}
-        largest = max(self.text.width * FIRST, 2 * FIRST * FIRST, ENCODED * ENCODED)
-        update = fullest(held, [learned], policy.in_step(job, largest), one_pass=job.shape.passes == 1)
+        update = fullest(held, [learned], policy.in_step(job), one_pass=job.shape.passes == 1)
         return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 
     def _rollout(self, job: Job) -> dict[str, int]:

@@ -46,7 +46,7 @@ class LanguageMemory:
     def stages(self, job: Job) -> Stages:
         held = self._trained().parts(job, reference_copies=self.reference_copies)
         rollout = {name: held[name] for name in ("weights", "optimiser", "averaged weights", "reference")}
-        in_step = self._trained().in_step(job, self._largest())
+        in_step = self._trained().in_step(job)
         update = fullest(held, self._moments(job), in_step, one_pass=job.shape.passes == 1)
         return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 
@@ -57,13 +57,6 @@ class LanguageMemory:
             return Trained(0, self.model.parameters, trained_bytes=max(4, self._compute_bytes))
         adapter = self.model.adapter_numbers(self.lora_rank)
         return Trained(self.model.parameters, adapter, NUMBER_BYTES[self.dtype], max(4, self._compute_bytes))
-
-    def _largest(self) -> int:
-        """Numbers of the largest tensor that is trained."""
-        model = self.model
-        if self.lora_rank is not None:
-            return self.lora_rank * max(model.width, model.inner, model.query_width)
-        return max(model.head_numbers, model.width * model.inner * (2 * model.experts or 1))
 
     @property
     def _compute_bytes(self) -> int:

@@ -22,8 +22,8 @@ class Job:
     ema: bool = False
     sharded: bool = False
     """Weights, gradients and optimiser divided over the ranks (FSDP)."""
-    all_at_once: bool = True
-    """The optimiser's step works on all weights together, as on accelerators; on the CPU one after another."""
+    fused: bool = False
+    """AdamW's step holds no results of its own, as on CPU and CUDA. False also while the device is not known."""
 
     @property
     def shards(self) -> int:
@@ -91,10 +91,9 @@ class Trained:
         }
         return {name: -(-size // job.shards) for name, size in whole.items()}
 
-    def in_step(self, job: Job, largest: int) -> int:
-        """Intermediate results of AdamW's step: one for every number, or two for the largest weight at a time."""
-        numbers = self.trained if job.all_at_once else 2 * largest
-        return -(-numbers * self.trained_bytes // job.shards)
+    def in_step(self, job: Job) -> int:
+        """Intermediate results of AdamW's step: one for every number, or none where it is fused."""
+        return 0 if job.fused else -(-self.trained * self.trained_bytes // job.shards)
 
 
 def fullest(held: dict[str, int], moments: Sequence[Parts], in_step: int, *, one_pass: bool) -> dict[str, int]:

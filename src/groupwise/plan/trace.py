@@ -126,36 +126,23 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
                 part._buffers[name] = mode.from_tensor(buffer)
 
 
-def traced_update(
-    policy: nn.Module,
-    one: Callable[[], Tensor],
-    *,
-    passes: int = 2,
-    more: tuple[Tensor, ...] = (),
-    all_at_once: bool = False,
-) -> int:
+def traced_update(policy: nn.Module, one: Callable[[], Tensor], job: Job, *, more: tuple[Tensor, ...] = ()) -> int:
     """Highest number of bytes while a pass is scored, goes backward and AdamW takes its step.
 
-    A pass returns its loss. It is the last of `passes`: where others went before it, their gradient is there already,
-    as AdamW's moments are, so that nothing is followed twice. `more` is what is held besides, such as a reference.
-    AdamW works on all weights together, as on accelerators, or on one after another.
+    A pass returns its loss. It is the job's last: where others went before it, their gradient is there already, as
+    AdamW's moments are, so that nothing is followed twice. `more` is what is held besides, such as a reference.
     """
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(trained, foreach=all_at_once)
+    optimiser = torch.optim.AdamW(trained, fused=job.fused, foreach=not job.fused)
     with LiveBytes() as live:
         live.watch(*policy.parameters(), *policy.buffers(), *more)
         for weight in trained:
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             optimiser.state[weight] = {"step": torch.tensor(1.0), **moments}
-            weight.grad = torch.zeros_like(weight) if passes > 1 else None
+            weight.grad = torch.zeros_like(weight) if job.shape.passes > 1 else None
         one().backward()
         optimiser.step()
         return live.peak
-
-
-def of_update(job: Job) -> dict[str, Any]:
-    """What a job says about `traced_update`."""
-    return {"passes": job.shape.passes, "all_at_once": job.all_at_once}
 
 
 def traced(act: Callable[[], object], *held: Tensor) -> int:

@@ -121,7 +121,7 @@ class VideoMemory:
     def stages(self, job: Job) -> Stages:
         held = self._held(job)
         rollout = {name: held[name] for name in ("weights", "optimiser", "averaged weights", "reference")}
-        in_step = self._trained().in_step(job, self._largest())
+        in_step = self._trained().in_step(job)
         update = fullest(held, [self._update(job)], in_step, one_pass=job.shape.passes == 1)
         return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 
@@ -144,12 +144,6 @@ class VideoMemory:
         if self.camera_only:
             return Trained(every - camera, camera, number, number)
         return Trained(0, every, trained_bytes=number)
-
-    def _largest(self) -> int:
-        wide = self.model.width
-        if self.lora_rank is not None:
-            return self.lora_rank * wide
-        return wide * wide if self.camera_only else wide * max(self.model.inner, 6 * wide)
 
     def _held(self, job: Job) -> dict[str, int]:
         trained = self._trained()

@@ -122,6 +122,8 @@ def restore(path: Path, state: State) -> None:
     saved = load((path / WEIGHTS).read_bytes())
     _fill(_policy_tensors(state), saved, path)
     optimiser = torch.load(io.BytesIO((path / "optimiser.pt").read_bytes()), weights_only=True)
+    for group in optimiser["param_groups"]:
+        group["fused"] = state.optimiser.defaults["fused"]  # as this device has it, not the one it was written on
     state.optimiser.load_state_dict(optimiser)
     if state.ema:
         _fill(state.ema.average, load((path / AVERAGED_WEIGHTS).read_bytes()), path)

@@ -149,14 +149,14 @@ class Config:
         rows = 1 if self.rows_per_pass == "auto" else self.rows_per_pass
         return Shape(conditions, self.conditions_per_step, self.group_size, ranks, rows, self.placement)
 
-    def job(self, *, ranks: int = 1, sharded: bool = False, all_at_once: bool = True) -> Job:
+    def job(self, *, ranks: int = 1, sharded: bool = False, fused: bool = False) -> Job:
         """The numbers that decide the memory of a run, whatever the dataset's size."""
         return Job(
             self.shape(conditions=PLENTY, ranks=ranks),
             kl=self.loss.kl > 0,
             ema=self.optimiser.ema_decay is not None,
             sharded=sharded,
-            all_at_once=all_at_once,
+            fused=fused,
         )
 
     @property

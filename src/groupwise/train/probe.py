@@ -51,7 +51,7 @@ def choose_rows(setup: Setup) -> int:
     """The largest rows_per_pass that the plan, where there is one, and a real step on the device agree on."""
     model = known_memory(setup.config.workload)
     device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # the smallest, so that all ranks decide alike
-    job = setup.config.job(ranks=setup.comm.ranks, all_at_once=setup.comm.device.type != "cpu")
+    job = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
     most = setup.shape.rollouts_per_rank
     while (rows := largest_fitting_rows(setup.shape, most)) is not None:
         planned = _planned(job, rows, model.stages) if model is not None else None

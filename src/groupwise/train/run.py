@@ -81,7 +81,7 @@ def _watch(setup: Setup, folder: RunFolder, screen: Screen) -> Watch:
     config, on_cpu = setup.config, setup.comm.device.type == "cpu"
     monitor = Monitor(
         known_memory(config.workload),
-        config.job(ranks=setup.comm.ranks, all_at_once=not on_cpu),
+        config.job(ranks=setup.comm.ranks, fused=setup.state.fused),
         device=device_bytes(setup.comm.device),
         base=setup.base_bytes,
         accelerator=not on_cpu,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
+from groupwise.dist.devices import has_fused_adamw
 from groupwise.train.config import OptimiserConfig
 from groupwise.train.cut import Cut
 
@@ -32,6 +33,11 @@ class State:
     @property
     def trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+
+    @property
+    def fused(self) -> bool:
+        """The optimiser's step is one operation, which needs no memory of its own."""
+        return bool(self.optimiser.defaults["fused"])
 
 
 @dataclass
@@ -66,7 +72,11 @@ def new_state(policy: nn.Module, config: OptimiserConfig) -> State:
             " an adapter."
         )
     optimiser = torch.optim.AdamW(
-        weights.values(), lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        weights.values(),
+        lr=config.learning_rate,
+        betas=config.betas,
+        weight_decay=config.weight_decay,
+        fused=all(map(_can_be_fused, weights.values())) or None,  # None leaves it to torch
     )
     ema = None
     if config.ema_decay is not None:
@@ -82,12 +92,19 @@ def moments_to_come(state: State) -> list[Tensor]:
 def make_room(state: State) -> None:
     """Take and give back what the optimiser's step will need: it must not run out of memory among half the weights.
 
-    Two moments for each weight that has none yet, and AdamW's intermediate results: of one weight at a time on the CPU,
-    of all of them at once elsewhere.
+    Two moments for each weight that has none yet, and where AdamW is not fused, its results: one of every weight.
     """
-    weights, room = state.trainable, moments_to_come(state)
-    largest = max(weights, key=lambda weight: weight.numel())
-    room += [torch.empty_like(weight) for weight in ([largest, largest] if largest.device.type == "cpu" else weights)]
+    room = moments_to_come(state)
+    if not state.fused:
+        room += [torch.empty_like(weight) for weight in state.trainable]
+
+
+def _can_be_fused(weight: nn.Parameter) -> bool:
+    """The kernel takes weights, gradients and moments as they lie in memory, whatever their strides, and says nothing.
+
+    Gradients are contiguous once they are summed over the ranks, moments lie as their weight does.
+    """
+    return has_fused_adamw(weight.device) and weight.is_floating_point() and weight.is_contiguous()
 
 
 def trainable_weights(policy: nn.Module) -> dict[str, nn.Parameter]:

@@ -174,7 +174,7 @@ def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
         )
     state.updates += 1  # first: a step that breaks off has changed some weights, and must not be saved as complete
     state.optimiser.step()
-    if not all(weight.isfinite().all() for weight in state.trainable):
+    if not _all_finite(state.trainable):
         raise UserError(
             f"The update of step {state.step} made weights that are not finite. Lower optimiser.learning_rate (it was"
             f" {rate:g}) and resume from the last checkpoint."
@@ -182,3 +182,10 @@ def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
     if state.ema:
         state.ema.follow(state.policy)
     return {"grad_norm": norm.item(), "learning_rate": rate}
+
+
+def _all_finite(weights: list[torch.nn.Parameter]) -> bool:
+    """A finite norm says so in one pass that takes no memory. Any other may have overflowed: then each is looked at."""
+    if torch.nn.utils.get_total_norm(weights).isfinite():
+        return True
+    return all(bool(weight.isfinite().all()) for weight in weights)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from groupwise.plan.language import DRAWN_BYTES, LanguageMemory
 from groupwise.plan.parts import Job
-from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, of_update, traced, traced_update
+from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, traced, traced_update
 from groupwise.workloads.chat.completion import Completion
 from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
 from groupwise.workloads.chat.flight import Flight
@@ -111,7 +111,7 @@ def traced_chat(model_config: Any, config: PolicyConfig, job: Job, memory: Langu
     one = scored_pass(policy, prompts=job.prompts_in(rows), rows=rows, **lengths)
     copy = policy._reference[0]
     held = tuple(copy.parameters()) if copy is not None else ()
-    found = {"update": traced_update(policy, one, more=held, **of_update(job))}
+    found = {"update": traced_update(policy, one, job, more=held)}
     if policy.shares_prompts:
         decoded = min(memory.decode_rows, job.shape.rollouts_per_rank)
         act = followed_rollout(policy, prompts=job.prompts_in(decoded), rows=decoded, **lengths)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from groupwise.plan.frozen import FrozenMemory
 from groupwise.plan.parts import Job
-from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, of_update, traced, traced_update
+from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, traced, traced_update
 from groupwise.workloads.controller.adapter import Sample, adapt
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
@@ -95,7 +95,7 @@ def followed_update(found: Followed, job: Job) -> int:
     """Highest bytes of the update's last pass: the model is held and not asked, since rollouts have remembered it."""
     with LiveBytes(), torch.no_grad():
         found.one_pass()
-    return traced_update(found.policy, found.one_pass, more=found.frozen, **of_update(job))
+    return traced_update(found.policy, found.one_pass, job, more=found.frozen)
 
 
 def _question(nth: int, memory: FrozenMemory, model_config: Any, *, fake: bool) -> Question:

@@ -13,7 +13,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from groupwise.plan.parts import Job
-from groupwise.plan.trace import fake_tensors, make_fake, of_update, traced, traced_update
+from groupwise.plan.trace import fake_tensors, make_fake, traced, traced_update
 from groupwise.plan.video import VideoMemory
 from groupwise.workloads.flow.models.adapters import choose_trained
 from groupwise.workloads.flow.models.base import GuidedVelocity
@@ -110,5 +110,5 @@ def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: VideoMem
     found = stages_of(transformer, memory, job)
     return {
         "rollout": followed_rollout(transformer, found),
-        "update": traced_update(transformer, found.one_pass, more=found.held, **of_update(job)),
+        "update": traced_update(transformer, found.one_pass, job, more=found.held),
     }
