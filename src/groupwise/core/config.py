@@ -77,6 +77,6 @@ class LossConfig:
         require(falls, "loss.entropy_end", self.entropy_end, "from 0 to loss.entropy, or None")
 
     def entropy_at(self, progress: float) -> float:
-        """The weight of the entropy bonus when this share of the updates is done: a pure function, as the rate is."""
+        """The weight of the entropy bonus when this share of the steps is done: a pure function, as the rate is."""
         end = self.entropy if self.entropy_end is None else self.entropy_end
         return self.entropy + (end - self.entropy) * min(1.0, progress)

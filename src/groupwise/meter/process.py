@@ -15,12 +15,17 @@ _KEPT_BYTES = 2 * _LARGEST_BYTES
 
 
 def settle_in(threads: int) -> None:
-    """Take so many threads, and keep up to 64 MiB of freed memory for the next tensors.
+    """Take so many threads, and keep freed memory: how training, profiling and measuring run."""
+    torch.set_num_threads(threads)
+    keep_freed_memory()
+
+
+def keep_freed_memory() -> None:
+    """Keep up to 64 MiB at the top of the heap for the next tensors.
 
     Left to itself glibc gives memory back to the system and asks for it again at every large tensor: 25,000 page faults
     in a batch of answers of the embedded model, a quarter of its time.
     """
-    torch.set_num_threads(threads)
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
         libc.mallopt(_TRIM, _KEPT_BYTES)

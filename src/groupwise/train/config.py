@@ -173,7 +173,8 @@ MEMORY_KNOBS = (
 )
 """Fields that cut the work and change no result."""
 FREE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_KNOBS)
-"""Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate falls."""
+"""Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate or the
+entropy bonus falls."""
 
 
 def memory_knobs(plain: Mapping[str, Any]) -> list[Any]:

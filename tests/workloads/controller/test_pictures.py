@@ -79,5 +79,8 @@ def test_introduced_questions_are_looked_at_once_whichever_is_met_first(met_firs
     again = Features(executor)
     again.introduce(asked)
     assert torch.equal(again.latency_tokens(asked, zero.expand(3), zero.expand(3))[0], rest)
+    late = Question(replace(asked[0].sample, name="late", question=(7,)), "", ("",), {})
+    _, prefix = features.latency_tokens([late], zero, zero)  # about the same picture, but not introduced
+    assert prefix is not None
     _, prefix = features.latency_tokens([alone], zero, zero)  # a stranger is looked at alone, and leaves its states
     assert prefix is not None

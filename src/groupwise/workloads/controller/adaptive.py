@@ -17,6 +17,7 @@ from torch import Tensor
 from groupwise.core.errors import UserError, require
 from groupwise.meter.latency import Estimated
 from groupwise.meter.parts import find_parts
+from groupwise.meter.process import keep_freed_memory
 from groupwise.meter.spans import Meter
 from groupwise.meter.timing import Timing
 from groupwise.workloads.checkpoints import AVERAGED_WEIGHTS, WEIGHTS, newest_good
@@ -69,6 +70,7 @@ class AdaptiveModel:
     """Load one with `load` or `from_pretrained`."""
 
     def __init__(self, loaded: LoadedModel, settings: Settings, policy: Policy):
+        keep_freed_memory()  # as in the process that the estimator was fitted in
         self.loaded, self.settings = replace(loaded, options=settings.options), settings
         executor = Executor(loaded.adapter, settings.options)
         device = loaded.model.device

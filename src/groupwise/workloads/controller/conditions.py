@@ -113,7 +113,7 @@ def conditions_of(
 ) -> Conditions:
     """Questions whose costs are known, each under as many budgets as the config has."""
     medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
-    promised = highs if config.guaranteed else medians
+    promised = torch.stack([each.promised_ms(guaranteed=config.guaranteed) for each in found])
     full_ms, cheapest_ms = full_of(promised)[table, None], promised.flatten(1).amin(1)[table, None]
     share = ((budget_ms - cheapest_ms) / (full_ms - cheapest_ms).clamp(min=1e-9)).clamp(0, 1)
     ids = [

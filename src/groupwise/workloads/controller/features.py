@@ -27,7 +27,7 @@ class Features:
         self.executor = executor
         self._prompts: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
         self._tokens: dict[Head, Float[Tensor, "positions width"]] = {}
-        self._pictures: dict[Hashable, list[Question]] = {}
+        self._pictures: dict[Hashable, list[Question]] = {}  # holds the questions: a picture is known by its object
         self.latency_token = self.embed(torch.arange(executor.adapter.text_config.vocab_size))
 
     @property
@@ -66,9 +66,8 @@ class Features:
         for question in {each.sample.name: each for each in questions}.values():
             if (question.sample.name, tiers_by_number[0]) in self._tokens:
                 continue
-            together = self._pictures.get(picture_of(question.sample))
-            if together is not None:
-                samples = [each.sample for each in together]
+            samples = [each.sample for each in self._pictures.get(picture_of(question.sample), [])]
+            if question.sample.name in {sample.name for sample in samples}:
                 found = latency_tokens_by_picture(self.executor, samples, self.latency_token)
             else:
                 passes.append(self.executor.prefix([(question.sample, t) for t in tiers_by_number], self.latency_token))

@@ -35,7 +35,7 @@ def latency_tokens_by_picture(
     shared = [len(each[0].states) - questions[0] for each in by_tier]
     states = [_states(each, start, latency_token) for each, start in zip(by_tier, shared, strict=True)]
     places = [_places(each, start) for each, start in zip(by_tier, shared, strict=True)]
-    visible = [_visible(start, questions) for start in shared]
+    visible = [_visible(start, questions).to(states[0].device) for start in shared]
     top_k, seen = [executor.options.full_top_k or 1] * len(tiers), list[list[Tensor]]()
     with executor.blocks.installed():
         for block in range(max(offered)):

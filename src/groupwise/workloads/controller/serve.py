@@ -35,7 +35,7 @@ class Allowance:
 def allowance_of(conditions: Conditions, row: int) -> Allowance:
     """Of one condition: what its budget lets the controller choose from."""
     rows = torch.tensor([row])
-    free = conditions.config.respect == "penalty" and not bool(conditions.impossible[row])
+    free = not conditions.config.guaranteed and not bool(conditions.impossible[row])
     return Allowance(
         limit_ms=torch.inf if free else float(conditions.budget_ms[row]),
         share=float(conditions.budget_share[row]),

@@ -46,8 +46,10 @@ class ControllerWorkload(Workload):
 
     def introduce(self, questions: Sequence[Question]) -> None:
         """Let questions about one picture be looked at together, if their answers are there already."""
-        if self.task.answers.shipped is not None:
-            self.controller.features.introduce(questions)
+        shipped = self.task.answers.shipped
+        if shipped is not None:
+            known = [question for question in questions if shipped.every(question.sample.name) is not None]
+            self.controller.features.introduce(known)
 
     def rollout(self, rows: Rows) -> Rollouts:
         """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""
@@ -160,5 +162,4 @@ class ControllerWorkload(Workload):
 
     def terms_of(self, ratio: Float[Tensor, "*rows"], cost: Float[Tensor, "*rows"]) -> dict[str, Tensor]:
         """The terms besides accuracy. Within a guaranteed budget time has no price: only the configuration has."""
-        penalised = self.config.budget.respect == "penalty"
-        return {**(penalty_terms(ratio) if penalised else {}), "cost": cost}
+        return {**({} if self.config.budget.guaranteed else penalty_terms(ratio)), "cost": cost}
