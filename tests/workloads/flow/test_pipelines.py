@@ -1,0 +1,117 @@
+"""Pipelines of diffusers' real classes, tiny and random, trained from folders and files."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.core.placement import Rows
+from groupwise.recipes import load_recipe
+from groupwise.train.folder import read_lines
+from groupwise.workloads.flow.dataset import read_conditions
+from workloads.flow.small import CPU
+from workloads.flow.tiny_pipelines import pictures, recam
+
+
+def test_a_wan_folder_trains_from_files(wan, data, tmp_path):
+    config = gw.Config(
+        recam(wan, data),
+        steps=2,
+        conditions_per_step=2,
+        group_size=2,
+        rows_per_pass=2,
+        loss=gw.LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),
+        optimiser=gw.OptimiserConfig(learning_rate=1e-2, ema_decay=0.9),
+        run=gw.RunConfig(run_dir=tmp_path),
+    )
+    gw.train(config)
+    first, second = read_lines(tmp_path / "metrics.jsonl")
+    assert first["kl"] == 0
+    assert second["kl"] > 0
+    assert first["ratio_max"] == pytest.approx(1.0, abs=1e-4)
+    saved = (tmp_path / "checkpoints" / "step-000002" / "policy.safetensors").stat().st_size
+    assert saved < 60_000  # the adapter alone
+
+
+def test_bfloat16_weights_still_have_a_ratio_of_one(wan, data):
+    workload = recam(wan, data, dtype="bfloat16").build(CPU)
+    assert {weight.dtype for weight in workload.policy.parameters() if weight.requires_grad} == {torch.float32}
+    numbers = torch.tensor([0, 0, 2, 2])
+    with torch.no_grad():
+        rollouts = workload.rollout(Rows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers))
+    assert rollouts.logp.dtype == torch.float32
+    assert torch.equal(workload.score(rollouts).logp, rollouts.logp)
+
+
+def test_conditions_with_one_prompt_and_several_cameras_are_several_groups(wan, data):
+    workload = recam(wan, data).build(CPU)
+    assert len(workload.group_ids.unique()) == 4
+    conditions = read_conditions(data)
+    assert [each.columns["weight"] for each in conditions] == [0, 1, 2, 3]
+    assert_close(conditions[3].camera[0], torch.eye(3, 4).flatten())
+
+
+def test_sd3_makes_pictures_from_prompts(sd3):
+    config = pictures(sd3)
+    workload = config.build(CPU)
+    assert workload.shape == (4, 8, 8)
+    with torch.no_grad():
+        rollouts = workload.rollout(
+            Rows(0, 0, 4, *(torch.tensor(each) for each in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1])))
+        )
+    scored = workload.score(rollouts)
+    assert torch.equal(scored.logp, rollouts.logp)
+    assert workload.rewards(rollouts).values["warmth"].isfinite().all()
+    assert workload.decode(rollouts.data["latents"]).shape == (4, 3, 16, 16)
+    scored.logp.sum().backward()
+    assert any(weight.grad is not None and weight.grad.any() for weight in workload.policy.parameters())
+    with pytest.raises(gw.UserError, match=r"workload\.width is 17"):
+        replace(config, width=17).build(CPU)
+
+
+def test_the_recipe_for_pictures_trains_a_pipeline_folder(sd3, tmp_path):
+    """As `groupwise train flow-sd3` does it, with fewer prompts, members and steps."""
+    config = load_recipe("flow-sd3")
+    assert config.shape(conditions=1000, ranks=8).passes == 4
+    workload = replace(config.workload, sampling=replace(config.workload.sampling, steps=4))
+    for name in ("pipeline", "data", "rewards", "height", "width", "dtype", "train"):
+        workload = replace(workload, **{name: getattr(pictures(sd3), name)})
+    run = gw.RunConfig(run_dir=tmp_path, preflight=False)
+    shape = {"conditions_per_step": 2, "group_size": 4, "rows_per_pass": 4, "steps": 2}
+    gw.train(replace(config, workload=workload, run=run, **shape))
+    first, second = read_lines(tmp_path / "metrics.jsonl")
+    assert first["ratio_max"] == first["ratio_min"] == 1
+    assert first["kl"] == 0
+    assert second["kl"] > 0
+    assert second["trained_rollouts"] == 8
+
+
+@pytest.mark.parametrize("kind", ["wan", "sd3"])
+def test_gradient_checkpointing_computes_blocks_again_and_has_the_same_gradient(request, data, kind):
+    folder = request.getfixturevalue(kind)
+    config = recam(folder, data) if kind == "wan" else pictures(folder)
+    numbers = torch.tensor([0, 0, 1, 1])
+    rows = Rows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers)
+    gradients, passes = [], []
+    for switched in (False, True):
+        workload = replace(config, gradient_checkpointing=switched).build(CPU)
+        blocks = workload.policy.blocks if kind == "wan" else workload.policy.transformer_blocks
+        for name, weight in workload.policy.named_parameters():
+            if "lora_B" in name:  # zero at first: the other half would have no gradient
+                torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+        with torch.no_grad():
+            rollouts = workload.rollout(rows)
+        seen = []
+        blocks[-1].register_forward_pre_hook(lambda *_, seen=seen: seen.append(torch.is_grad_enabled()))
+        scored = workload.score(rollouts)
+        assert torch.equal(scored.logp, rollouts.logp)
+        (scored.logp.sum() + scored.kl.sum()).backward()
+        passes.append(sum(seen))
+        gradients.append({name: w.grad for name, w in workload.policy.named_parameters() if w.requires_grad})
+    assert passes == [1, 2]  # and one of the reference, without gradient
+    assert gradients[0].keys() == gradients[1].keys()
+    assert any(gradient.abs().max() > 0 for gradient in gradients[0].values())
+    for name, gradient in gradients[0].items():
+        assert_close(gradients[1][name], gradient, rtol=1e-5, atol=1e-9)
