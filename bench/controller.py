@@ -41,7 +41,7 @@ LOSSES = ("clipped", "ranking", "exact")
 _CONSOLE = Console(soft_wrap=True, highlight=False)
 
 
-def main(folder: Path = Path("runs/bench-controller"), steps: int = 600, seeds: int = 3, timed: bool = True) -> None:
+def main(folder: Path = Path("runs/bench-controller"), steps: int = 1000, seeds: int = 3, timed: bool = True) -> None:
     """Print a line a run and a summary a loss.
 
     Args:

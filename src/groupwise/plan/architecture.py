@@ -51,6 +51,11 @@ class Architecture:
         return self.kind in _QUERY_KEY_NORM
 
     @property
+    def lean(self) -> bool:
+        """Whether chat runs it by its own forward, which keeps less: it is for norms of each head, or of none."""
+        return _QUERY_KEY_NORM.get(self.kind) != "all"
+
+    @property
     def head_numbers(self) -> int:
         return self.vocabulary * self.width
 

@@ -74,7 +74,8 @@ class FrozenMemory:
         held = {"frozen model": frozen} | held
         rollout = {name: held[name] for name in ("frozen model", "weights", "optimiser", "averaged weights")}
         rows = job.shape.rows_per_pass
-        learned = {"activations": rows * (4 * ENCODED + 6 * FIRST + 6 * SECOND + 2 * self.text.width) * 4}
+        shared = job.prompts_in(rows) * (4 * ENCODED + 6 * FIRST + self.text.width)
+        learned = {"activations": (shared + rows * (6 * SECOND + self.text.width)) * 4}
         update = fullest(held, [learned], policy.in_step(job), one_pass=job.shape.passes == 1)
         return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 

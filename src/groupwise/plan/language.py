@@ -135,13 +135,15 @@ class LanguageMemory:
         """Bytes that a layer keeps of one token: for attention, two norms, and the feed-forward part or its experts."""
         model, rank, number = self.model, self.lora_rank or 0, self._compute_bytes
         stream = 2 * model.width * max(4, number)  # what the two norms read
-        normed = 0 if self.lora_rank else 2 * model.width * max(4, number)  # kept only to train the norms' weights
+        # to train a norm's weights transformers keeps its result too; the lean forward computes that again
+        twice = self.lora_rank is None and not model.lean
+        normed = 2 * model.width * max(4, number) if twice else 0
         inputs = 2 * model.width * number
         # angles are float32, and so are queries, keys and what is attended where the stream is
         turned = number if self.lora_rank else max(4, number)
         attention = (2 * model.query_width + model.kv_width) * turned + model.kv_width * number + 4 * model.heads
         if model.normed_heads:
-            attention += (1 if self.lora_rank else 2) * (model.query_width + model.kv_width) * turned
+            attention += (2 if twice else 1) * (model.query_width + model.kv_width) * turned
         inner = 4 * model.inner * number
         if model.experts:
             inner = model.top_k * (4 * model.inner + 2 * model.width) * number

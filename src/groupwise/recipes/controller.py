@@ -11,11 +11,11 @@ from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
 def recipe() -> Config:
     return Config(
         MosaicControllerConfig(
-            BudgetConfig((0.65, 0.7, 0.75, 0.8, 0.85, 0.9), on_impossible="cheapest"),
+            BudgetConfig((0.62, 0.66, 0.7, 0.74, 0.78, 0.82), on_impossible="cheapest"),
             # fewer than by default, so that training and judging take no more than minutes
             eval=EvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
         ),
-        steps=600,
+        steps=1000,
         conditions_per_step=64,
         group_size=16,
         rows_per_pass=512,

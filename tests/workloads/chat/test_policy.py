@@ -56,6 +56,20 @@ def test_a_model_is_loaded_from_a_folder(tmp_path):
         assert torch.equal(one, other)
 
 
+def test_bfloat16_rounds_each_weight_once_for_all_tokens_of_a_rollout():
+    policy = make_policy(llama(), PolicyConfig(dtype="bfloat16", path="shared"))
+
+    def rounded_bytes(tokens):
+        with torch.profiler.profile(profile_memory=True) as seen:
+            generate(policy, PROMPTS, [0], rows_for(1, 1), Sampling(max_new_tokens=tokens))
+        return sum(event.cpu_memory_usage for event in seen.key_averages() if event.key == "aten::_to_copy")
+
+    weights = 2 * sum(weight.numel() for weight in policy.parameters())
+    few, many = rounded_bytes(4), rounded_bytes(12)
+    assert few > weights / 2
+    assert many - few < weights  # of activations; weights would be eight times as much
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [("", "policy.model is empty"), ("/nowhere", "there is no such folder"), ("{}", "holds no config.json")],

@@ -78,10 +78,10 @@ def adaptive(folder):
 
 @pytest.fixture(scope="module")
 def lively(adaptive):
-    """Choices that differ with everything it sees: random weights, those of the stages three times as large."""
-    policy = Policy(adaptive.settings.width, adaptive.settings.options, seed=2)
+    """Choices that differ with everything it sees: random weights, those of the stages six times as large."""
+    policy = Policy(adaptive.settings.width, adaptive.settings.options, seed=15)
     for name, weight in policy.state_dict().items():
-        weight.mul_(3 if name.startswith("stage") else 1)
+        weight.mul_(6 if name.startswith("stage") else 1)
     return gw.AdaptiveModel(adaptive.loaded, adaptive.settings, policy)
 
 

@@ -97,6 +97,16 @@ def test_the_latency_token_reads_the_prompt():
     assert (first - second).abs().max() > 0.01
 
 
+def test_the_latency_token_starts_as_the_mean_of_what_is_asked():
+    executor, asked = EXECUTORS["plain"], sample(3)
+    mean = executor.adapter.embed(torch.tensor(asked.question)).mean(0)
+    by_default, given_it = executor.prefix([(asked, "low")]), executor.prefix([(asked, "low")], mean)
+    other = executor.prefix([(asked, "low")], torch.zeros(32))
+    for head, states in by_default.latency_tokens.items():
+        assert_close(states, given_it.latency_tokens[head])
+        assert (states - other.latency_tokens[head]).abs().max() > 0.01
+
+
 @given(st.sampled_from(KNOBS), st.integers(0, 9))
 def test_every_knob_acts_and_the_counted_work_is_the_formula(knobs, number):
     asked = sample(number)

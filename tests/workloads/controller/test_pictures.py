@@ -32,13 +32,17 @@ def about_one_picture(make, questions):
 @given(questions=st.lists(words, min_size=1, max_size=5), seed=st.integers(0, 10**6))
 def test_together_equals_alone(family, questions, seed):
     executor, make = FAMILIES[family]
-    samples, token = about_one_picture(make, questions), torch.randn(32, generator=torch.Generator().manual_seed(seed))
-    together = latency_tokens_by_picture(executor, samples, token)
-    for sample in samples:
-        alone = executor.prefix([(sample, tier) for tier in executor.options.crops], token).latency_tokens
-        for head, states in alone.items():
-            assert_close(together[head], states, rtol=0, atol=1e-4)
-    assert len(together) == len(samples) * len(executor.options.crops)
+    samples, given_one = (
+        about_one_picture(make, questions),
+        torch.randn(32, generator=torch.Generator().manual_seed(seed)),
+    )
+    for token in (None, given_one):
+        together = latency_tokens_by_picture(executor, samples, token)
+        for sample in samples:
+            alone = executor.prefix([(sample, tier) for tier in executor.options.crops], token).latency_tokens
+            for head, states in alone.items():
+                assert_close(together[head], states, rtol=0, atol=1e-4)
+        assert len(together) == len(samples) * len(executor.options.crops)
 
 
 def test_the_picture_goes_through_the_vision_tower_once(monkeypatch):

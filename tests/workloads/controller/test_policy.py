@@ -45,7 +45,7 @@ def test_every_head_gets_a_gradient():
     policy = Policy(32, OPTIONS)
     budget = policy.encoder(torch.linspace(0, 1, 6))
     first = policy.stage_one(torch.randn(6, 32), budget)
-    second = policy.stage_two(torch.randn(6, 32), torch.tensor([0, 1, 2, 0, 1, 2]), budget)
+    second = policy.stage_two(torch.randn(6, 32), torch.tensor([0, 1, 2, 0, 1, 2]), budget, torch.arange(6))
     torch.stack([logits.log_softmax(1)[:, 0].sum() for logits in (*first, *second)]).sum().backward()
     for name, weight in policy.named_parameters():
         assert weight.grad is not None, name
@@ -55,7 +55,8 @@ def test_every_head_gets_a_gradient():
 def test_a_dense_model_has_no_top_k_to_learn():
     dense = Policy(32, replace(OPTIONS, full_top_k=0, smallest_top_k=0))
     assert not [name for name, _ in dense.named_parameters() if "top_k" in name]
-    top_k, _ = dense.stage_two(torch.randn(3, 32), torch.zeros(3, dtype=torch.long), torch.randn(3, 256))
+    nothing = torch.zeros(3, dtype=torch.long)
+    top_k, _ = dense.stage_two(torch.randn(3, 32), nothing, torch.randn(1, 256), nothing)
     assert top_k.shape == (3, 1)
 
 

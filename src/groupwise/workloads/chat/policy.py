@@ -89,8 +89,12 @@ class Policy(nn.Module):
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Within, nothing is kept for a backward pass; tensors made here must not be trained on."""
-        with torch.inference_mode(), self.autocast():
+        """Within, nothing is kept for a backward pass; tensors made here must not be trained on.
+
+        In inference mode autocast would not keep the weights it rounds, and round them all again for every token.
+        """
+        rounds = self.config.dtype == "bfloat16"
+        with torch.no_grad() if rounds else torch.inference_mode(), self.autocast():
             self._keep_layer_inputs_only(False)
             try:
                 yield

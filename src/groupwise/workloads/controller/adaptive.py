@@ -241,9 +241,7 @@ class _Fresh(Features):
         wanted = [offered[nth] for nth in positions.tolist()]
         last = {key: max(at for each, at in zip(keys, wanted, strict=True) if each == key) for key in keys}
         distinct = dict(zip(keys, heads, strict=True))
-        prefix = self.executor.prefix(
-            list(distinct.values()), self.latency_token, positions=[last[key] for key in distinct]
-        )
+        prefix = self.executor.prefix(list(distinct.values()), positions=[last[key] for key in distinct])
         reached = {key: [position for position in offered if position <= last[key]] for key in distinct}
         states = [prefix.latency_tokens[key][reached[key].index(at)] for key, at in zip(keys, wanted, strict=True)]
         return torch.stack(states).float(), prefix

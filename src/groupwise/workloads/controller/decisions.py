@@ -40,9 +40,14 @@ class Controller:
         self.policy, self.features, self.device = policy, features, device
 
     def decide(self, conditions: Conditions, rows: Rows, pick: Pick) -> Decisions:
-        """Decide stage by stage: each option offered has a completion that fits."""
-        fits, questions = conditions.fits(rows), conditions.question_of(rows)
-        budget = self._encoded(conditions, rows)
+        """Decide stage by stage: each option offered has a completion that fits.
+
+        What members of a group share, the budget and the first stage, is computed once for them.
+        """
+        distinct, of_row = rows.unique(return_inverse=True)
+        fits, questions = conditions.fits(distinct)[of_row], conditions.question_of(rows)
+        prompts = self.features.prompts(conditions.question_of(distinct)).to(self.device)
+        budget, shared = self._encoded(conditions, distinct), of_row.to(self.device)
         taken: list[Tensor] = []
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -54,10 +59,10 @@ class Controller:
             columns.append((logp.gather(1, choice.to(self.device)[:, None])[:, 0], entropy, options.sum(1) > 1))
             taken.append(choice)
 
-        for logits in self.policy.stage_one(self.features.prompts(questions).to(self.device), budget):
-            settle(logits)
+        for logits in self.policy.stage_one(prompts, budget):
+            settle(logits.index_select(0, shared))
         tokens, prefix = self.features.latency_tokens(questions, taken[0], taken[1])
-        for logits in self.policy.stage_two(tokens.to(self.device), taken[1].to(self.device), budget):
+        for logits in self.policy.stage_two(tokens.to(self.device), taken[1].to(self.device), budget, shared):
             settle(logits)
         logp, entropy, free = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
         return Decisions(torch.stack(taken, dim=1), logp, entropy, free.to(self.device), prefix)
@@ -72,7 +77,8 @@ class Controller:
             torch.arange(len(rows)), torch.arange(tiers), torch.arange(positions)
         ).unbind(1)
         tokens, _ = self.features.latency_tokens([questions[row] for row in nth_row.tolist()], nth_tier, nth_position)
-        second = self.policy.stage_two(tokens.to(self.device), nth_position.to(self.device), budget[nth_row])
+        places = nth_position.to(self.device), budget, nth_row.to(self.device)
+        second = self.policy.stage_two(tokens.to(self.device), *places)
         top_k, blocks = (logits.view(len(rows), tiers, positions, -1) for logits in second)
         tier_logp = masked_log_softmax(tier, fits.flatten(2).any(2))
         position_logp = masked_log_softmax(position[:, None].expand(-1, tiers, -1), fits.flatten(3).any(3))

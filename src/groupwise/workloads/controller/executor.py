@@ -69,6 +69,18 @@ class Prefix:
     known: Known
 
 
+def with_latency_token(
+    prompt: Float[Tensor, "tokens width"], question_tokens: int, *, latency_token: Float[Tensor, " width"] | None = None
+) -> Float[Tensor, "more width"]:
+    """A prompt, or its question alone, and a token behind it that starts as the given one.
+
+    By default it starts as the mean of the question's embeddings, so that it knows what is asked even where it is read
+    after a single block. One vector for all hardly did, and the second stage could not tell kinds of questions apart.
+    """
+    token = prompt[-question_tokens:].mean(0) if latency_token is None else latency_token.to(prompt)
+    return torch.cat([prompt, token[None]])
+
+
 class Executor:
     """One model, its knobs, and no memory of earlier calls."""
 
@@ -79,11 +91,11 @@ class Executor:
     def prefix(
         self,
         heads: Sequence[tuple[Sample, str]],
-        latency_token: Float[Tensor, " width"],
+        latency_token: Float[Tensor, " width"] | None = None,
         *,
         positions: Sequence[int] | None = None,
     ) -> Prefix:
-        """Run the first blocks with a latency token after each prompt.
+        """Run the first blocks with a latency token after each prompt: see `with_latency_token`.
 
         It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped. With
         `positions`, one a head, no block after a head's own position runs, and later positions have no latency token.
@@ -92,8 +104,11 @@ class Executor:
         known, names = self._encode(heads), [(sample.name, tier) for sample, tier in heads]
         last = dict(zip(names, positions or [max(offered)] * len(heads), strict=True))
         names.sort(key=lambda name: len(known.states[name, ()]))
-        token, path = latency_token[None], self.options.path(self.options.full)
-        rows = {name: torch.cat([known.states[name, ()], token.to(known.states[name, ()])]) for name in names}
+        asked, path = {sample.name: len(sample.question) for sample, _ in heads}, self.options.path(self.options.full)
+        rows = {
+            name: with_latency_token(known.states[name, ()], asked[name[0]], latency_token=latency_token)
+            for name in names
+        }
         places = {name: _with_one_more(known.prompts[name]) for name in names}
         seen: dict[Head, list[Tensor]] = {name: [] for name in names}
         with self.blocks.installed():

@@ -18,9 +18,9 @@ from groupwise.workloads.controller.task import Question
 class Features:
     """Prompt embeddings and latency tokens of one frozen model.
 
-    The latency token's own embedding is fixed, the mean of the vocabulary. Training it would need gradients through the
-    model's first blocks for every rollout, and no state could be remembered; the budget, which it carries in other
-    designs, reaches the second stage through the budget encoder instead.
+    The latency token's own embedding is fixed. Training it would need gradients through the model's first blocks for
+    every rollout, and no state could be remembered; the budget, which it carries in other designs, reaches the second
+    stage through the budget encoder instead.
     """
 
     def __init__(self, executor: Executor):
@@ -28,11 +28,7 @@ class Features:
         self._prompts: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
         self._tokens: dict[Head, Float[Tensor, "positions width"]] = {}
         self._pictures: dict[Hashable, list[Question]] = {}  # holds the questions: a picture is known by its object
-        self.latency_token = self.embed(torch.arange(executor.adapter.text_config.vocab_size))
-
-    @property
-    def width(self) -> int:
-        return len(self.latency_token)
+        self.width: int = executor.adapter.text_config.hidden_size
 
     def introduce(self, questions: Sequence[Question]) -> None:
         """Questions that will be met, all of them: those about one picture are looked at together, when one is met.
@@ -68,9 +64,9 @@ class Features:
                 continue
             samples = [each.sample for each in self._pictures.get(picture_of(question.sample), [])]
             if question.sample.name in {sample.name for sample in samples}:
-                found = latency_tokens_by_picture(self.executor, samples, self.latency_token)
+                found = latency_tokens_by_picture(self.executor, samples)
             else:
-                passes.append(self.executor.prefix([(question.sample, t) for t in tiers_by_number], self.latency_token))
+                passes.append(self.executor.prefix([(question.sample, tier) for tier in tiers_by_number]))
                 found = passes[-1].latency_tokens
             # a copy made here takes part in autograd; what inference mode leaves does not
             self._tokens |= {head: states.cpu().float().clone() for head, states in found.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from groupwise.workloads.controller.adapter import Prompt, Sample
-from groupwise.workloads.controller.executor import Executor, Head
+from groupwise.workloads.controller.executor import Executor, Head, with_latency_token
 from groupwise.workloads.controller.packed import Tally
 
 
@@ -24,7 +24,7 @@ def picture_of(sample: Sample) -> Hashable:
 
 @torch.inference_mode()
 def latency_tokens_by_picture(
-    executor: Executor, samples: Sequence[Sample], latency_token: Float[Tensor, " width"]
+    executor: Executor, samples: Sequence[Sample], latency_token: Float[Tensor, " width"] | None = None
 ) -> dict[Head, Float[Tensor, "positions width"]]:
     """For samples that share a picture, at every tier, what `Executor.prefix` would find for each alone."""
     assert len({picture_of(sample) for sample in samples}) == 1, "one picture at a time"
@@ -50,11 +50,11 @@ def latency_tokens_by_picture(
     }
 
 
-def _states(prompts: Sequence[Prompt], start: int, latency_token: Tensor) -> Float[Tensor, "tokens width"]:
+def _states(prompts: Sequence[Prompt], start: int, latency_token: Tensor | None) -> Float[Tensor, "tokens width"]:
     """The picture, then every question with a latency token behind it."""
-    token = latency_token[None].to(prompts[0].states)
-    questions = [part for prompt in prompts for part in (prompt.states[start:], token)]
-    return torch.cat([prompts[0].states[:start], *questions])
+    questions = [prompt.states[start:] for prompt in prompts]
+    behind = [with_latency_token(question, len(question), latency_token=latency_token) for question in questions]
+    return torch.cat([prompts[0].states[:start], *behind])
 
 
 def _places(prompts: Sequence[Prompt], start: int) -> Int64[Tensor, "axes tokens"]:

@@ -83,9 +83,11 @@ class StageTwo(nn.Module):
         self,
         token: Float[Tensor, "rows width"],
         position: Int64[Tensor, " rows"],
-        budget: Float[Tensor, "rows encoded"],
+        budget: Float[Tensor, "distinct encoded"],
+        budget_of_row: Int64[Tensor, " rows"],
     ) -> list[Tensor]:
-        mixed = self.token(even(token)) + self.position(position) + self.budget(budget)
+        spare = self.budget(budget).index_select(0, budget_of_row)
+        mixed = self.token(even(token)) + self.position(position) + spare
         hidden = gelu(self.join(gelu(mixed)))
         return [self.top_k(hidden), self.blocks(hidden)]
 

@@ -90,7 +90,7 @@ class Server:
         tier, position = list(executor.options.crops)[choices[0]], executor.options.insertion_positions[choices[1]]
         chosen_at = _now_ms()
 
-        prefix = executor.prefix([(sample, tier)], self.features.latency_token, positions=[position])
+        prefix = executor.prefix([(sample, tier)], positions=[position])
         looked_at = _now_ms()
 
         reached = [each for each in executor.options.insertion_positions if each <= position]

@@ -127,6 +127,7 @@ def test_reading_aloud_says_each_tile_after_the_one_before():
 def test_words_and_tokens_go_both_ways():
     assert decode(encode("sum a1 b3")) == "sum a1 b3"
     assert max(encode("18 c4 row3 hop")) < VOCABULARY_SIZE
+    assert decode([TOKEN_OF["7"], VOCABULARY_SIZE - 1]) == "7 <no word>"
 
 
 def test_an_unknown_word_is_named():

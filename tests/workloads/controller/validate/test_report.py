@@ -47,9 +47,9 @@ def test_what_is_served_is_what_was_decided_and_what_the_model_says(workload):
 
 
 def test_serving_looks_at_one_tier_and_runs_no_block_twice(workload):
-    question, token = workload.held_out.questions[0], workload.controller.features.latency_token
-    whole = EXECUTOR.prefix([(question.sample, "low")], token)
-    part = EXECUTOR.prefix([(question.sample, "low")], token, positions=[2])
+    question = workload.held_out.questions[0]
+    whole = EXECUTOR.prefix([(question.sample, "low")])
+    part = EXECUTOR.prefix([(question.sample, "low")], positions=[2])
     assert (whole.known.work.block_rows, part.known.work.block_rows) == (3, 2)
     head = question.sample.name, "low"
     assert torch.equal(part.latency_tokens[head], whole.latency_tokens[head][:2])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MosaicControllerConfig(ControllerConfig):
-    mosaics: int = 288
+    mosaics: int = 864
     """Mosaics to train on, each with one question of every kind."""
     held_out_mosaics: int = 16
     """Mosaics of other handwriting to look at while training."""

@@ -5,6 +5,7 @@ from groupwise.workloads.controller.mosaic.scene import COLUMNS, ROWS, TILES
 
 PAD = "<pad>"
 IMAGE = "<image>"
+NO_WORD = "<no word>"
 KIND_WORDS = ("empty", "blanks", "digit", "largest", "count", "times", "sum", "hop", "fact", "code")
 ROW_WORDS = tuple(f"row{row + 1}" for row in range(ROWS))
 TILE_WORDS = tuple(f"{'abc'[tile // COLUMNS]}{tile % COLUMNS + 1}" for tile in range(TILES))
@@ -48,5 +49,5 @@ def encode(text: str) -> list[int]:
 
 
 def decode(tokens: list[int]) -> str:
-    """Return the words of these tokens, separated by blanks."""
-    return " ".join(VOCABULARY[token] for token in tokens)
+    """Return the words of these tokens, separated by blanks; a model can say an id that stands for no word."""
+    return " ".join(VOCABULARY[token] if token < len(VOCABULARY) else NO_WORD for token in tokens)

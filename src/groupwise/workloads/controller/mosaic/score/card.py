@@ -18,7 +18,8 @@ from groupwise.workloads.controller.mosaic.score.tables import (
 
 _HISTORY = """\
 The shipped weights are those of one run of this plan. It was stopped twice, after 1,000 and 1,900 steps, and taken up
-again, which changes no bit; its three parts took 68 minutes on one thread beside a busy core."""
+again, which changes no bit; its three parts took 68 minutes on one thread beside a busy core. From start to end on the
+two threads that are the default, the plan took 40 minutes (weights of other rounding, not these)."""
 _CARD = """# mosaic
 
 A multimodal mixture of experts small enough to ship with the package, for work on the controller: {parameters:.2f} M
@@ -36,7 +37,7 @@ of a name, known by heart too).
 
 ## How it was made
 
-`python scripts/pretrain_mosaic.py --folder FOLDER` with its default plan, on one CPU thread, in float32; stored in
+`python scripts/pretrain_mosaic.py --folder FOLDER --threads 1` with its default plan, in float32 on the CPU; stored in
 bfloat16. In {alignment_steps:,} steps the vision tower and the projector learn to say, in the text model's word
 vectors, what each image token shows; in {text_steps:,} steps the whole model learns questions, {questions} per mosaic
 under a block mask. Once tiles are found, {varied:.0%} of the steps run with up to four blocks left out (never one of
