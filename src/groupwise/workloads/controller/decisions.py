@@ -1,4 +1,4 @@
-"""Four decisions a row: tier, insertion position, top-k, blocks. Sampled, scored and enumerated by the same network."""
+"""Four decisions a row: tier, insertion position, blocks, top-k. Sampled, scored and enumerated by the same network."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
 from groupwise.workloads.controller.conditions import Conditions, Rows
@@ -16,6 +16,8 @@ from groupwise.workloads.controller.knobs import KnobOptions, Knobs
 from groupwise.workloads.controller.policy import Policy, allowed, masked_log_softmax
 
 DECISIONS = ("tier", "insertion_position", "top_k", "blocks")
+ORDER = (0, 1, 3, 2)
+"""In which they are taken: the number of blocks weighs more than the top-k, which then takes what time is left."""
 Pick = Callable[[int, Float[Tensor, "rows options"]], Int64[Tensor, " rows"]]
 """Takes the number of the decision and the log-probabilities of its options; returns one option a row."""
 
@@ -40,12 +42,12 @@ class Controller:
         self.policy, self.features, self.device = policy, features, device
 
     def decide(self, conditions: Conditions, rows: Rows, pick: Pick) -> Decisions:
-        """Decide stage by stage: each option offered has a completion that fits.
+        """Decide in `ORDER`, stage by stage: each option offered has a completion that fits.
 
         What members of a group share, the budget and the first stage, is computed once for them.
         """
         distinct, of_row = rows.unique(return_inverse=True)
-        fits, questions = conditions.fits(distinct)[of_row], conditions.question_of(rows)
+        fits, questions = in_order(conditions.fits(distinct))[of_row], conditions.question_of(rows)
         prompts = self.features.prompts(conditions.question_of(distinct)).to(self.device)
         budget, shared = self._encoded(conditions, distinct), of_row.to(self.device)
         taken: list[Tensor] = []
@@ -54,7 +56,7 @@ class Controller:
         def settle(logits: Tensor) -> None:
             options = allowed(fits, taken)
             logp = masked_log_softmax(logits, options.to(self.device))
-            choice = pick(len(taken), logp)
+            choice = pick(ORDER[len(taken)], logp)
             entropy = -(logp.exp() * logp).sum(-1)
             columns.append((logp.gather(1, choice.to(self.device)[:, None])[:, 0], entropy, options.sum(1) > 1))
             taken.append(choice)
@@ -62,10 +64,13 @@ class Controller:
         for logits in self.policy.stage_one(prompts, budget):
             settle(logits.index_select(0, shared))
         tokens, prefix = self.features.latency_tokens(questions, taken[0], taken[1])
-        for logits in self.policy.stage_two(tokens.to(self.device), taken[1].to(self.device), budget, shared):
-            settle(logits)
-        logp, entropy, free = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
-        return Decisions(torch.stack(taken, dim=1), logp, entropy, free.to(self.device), prefix)
+        top_k, blocks = self.policy.stage_two(tokens.to(self.device), taken[1].to(self.device), budget, shared)
+        settle(blocks)
+        settle(top_k)
+        choices, logp, entropy, free = (
+            torch.stack([column[nth] for nth in ORDER], dim=1) for column in (taken, *zip(*columns, strict=True))
+        )
+        return Decisions(choices, logp, entropy, free.to(self.device), prefix)
 
     def path_logp(self, conditions: Conditions, rows: Rows) -> Float[Tensor, "rows tiers positions top_ks blocks"]:
         """The log-probability of every configuration: the product of its four decisions'."""
@@ -82,12 +87,19 @@ class Controller:
         top_k, blocks = (logits.view(len(rows), tiers, positions, -1) for logits in second)
         tier_logp = masked_log_softmax(tier, fits.flatten(2).any(2))
         position_logp = masked_log_softmax(position[:, None].expand(-1, tiers, -1), fits.flatten(3).any(3))
-        top_k_logp = masked_log_softmax(top_k, fits.any(4))
-        blocks_logp = masked_log_softmax(blocks[:, :, :, None].expand_as(fits), fits)
-        return tier_logp[:, :, None, None, None] + position_logp[..., None, None] + top_k_logp[..., None] + blocks_logp
+        blocks_logp = masked_log_softmax(blocks, fits.any(3))
+        fits = in_order(fits)
+        top_k_logp = in_order(masked_log_softmax(top_k[:, :, :, None].expand_as(fits), fits))
+        first = tier_logp[:, :, None, None, None] + position_logp[..., None, None]
+        return first + blocks_logp[:, :, :, None] + top_k_logp
 
     def _encoded(self, conditions: Conditions, rows: Rows) -> Float[Tensor, "rows encoded"]:
         return self.policy.encoder(conditions.budget_share[rows].float().to(self.device))
+
+
+def in_order(tables: Shaped[Tensor, "rows tiers positions top_ks blocks"]) -> Shaped[Tensor, "rows ..."]:
+    """With an axis for each decision in the order they are taken; `ORDER` is its own inverse."""
+    return tables.permute(0, *(1 + nth for nth in ORDER))
 
 
 def sampled(chances: Float[Tensor, "rows 4"]) -> Pick:

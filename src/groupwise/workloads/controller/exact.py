@@ -1,6 +1,6 @@
 """The exact expected reward: a frozen model's answer to every configuration can be known, so nothing need be sampled.
 
-    E[reward] = sum over configurations of p(tier) p(position | tier) p(top-k | ...) p(blocks | ...) x reward
+    E[reward] = sum over configurations of p(tier) p(position | tier) p(blocks | ...) p(top-k | ...) x reward
 
 It is differentiable: its gradient is what the estimates of GRPO scatter around, and training on it is the upper
 reference for what sampling a few members of a group can reach.

@@ -13,7 +13,7 @@ from torch.nn.functional import gelu, linear
 
 from groupwise.workloads.controller.adapter import Sample
 from groupwise.workloads.controller.conditions import Conditions
-from groupwise.workloads.controller.decisions import Controller
+from groupwise.workloads.controller.decisions import ORDER, Controller
 from groupwise.workloads.controller.estimates import Table
 from groupwise.workloads.controller.executor import Request
 from groupwise.workloads.controller.knobs import Knobs
@@ -95,8 +95,10 @@ class Server:
 
         reached = [each for each in executor.options.insertion_positions if each <= position]
         token = prefix.latency_tokens[sample.name, tier][reached.index(position)]
-        for scores in self._stage_two(token, choices[1], allowance.share):
-            fits = _settle(scores, fits, choices)
+        top_k_scores, block_scores = self._stage_two(token, choices[1], allowance.share)
+        fits = _settle(block_scores, fits, choices)
+        _settle(top_k_scores, fits, choices)
+        choices = [choices[nth] for nth in ORDER]
         top_k, blocks = executor.options.top_ks[choices[2]], executor.options.block_totals[choices[3]]
         stage_two_ms = _now_ms() - looked_at
 
@@ -144,9 +146,9 @@ def _split(scores: Float[Tensor, " options"], first: int) -> list[np.ndarray]:
     return [found[:first], found[first:]]
 
 
-def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions top_ks blocks"]:
-    """Where nothing fits, the cheapest."""
-    promised_ms = allowance.promised_ms.numpy()
+def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
+    """What may be chosen, with axes in the order of decisions. Where nothing fits, the cheapest."""
+    promised_ms = allowance.promised_ms.permute(ORDER).numpy()
     fits = promised_ms <= allowance.limit_ms
     return fits if fits.any() else promised_ms == promised_ms.min()
 
