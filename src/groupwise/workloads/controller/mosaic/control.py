@@ -27,7 +27,7 @@ class MosaicControllerConfig(ControllerConfig):
     """Mosaics of other handwriting to look at while training."""
     choose_mosaics: int = 192
     """Mosaics of that handwriting on which `groupwise eval` chooses its baselines; those to look at are among them."""
-    test_mosaics: int = 192
+    test_mosaics: int = 384
     """Mosaics of the test handwriting on which `groupwise eval` judges."""
     question_seed: int = 0
     """Decides which mosaics are drawn and what is asked."""
