@@ -77,12 +77,13 @@ def make_model(case: Case, seed: int = 0) -> transformers.LlamaForCausalLM:
 
 @torch.no_grad()
 def _say_stop_often(model: transformers.LlamaForCausalLM, case: Case) -> None:
-    """One number of the hidden state is made large and constant; the stop token's logit hangs on it."""
+    """One number of the hidden state is made large; the stop token's logit hangs on what the layers leave of it."""
     model.model.embed_tokens.weight[:, 0] = 4.0
+    states = model.model(torch.tensor(make_prompts(case, 4))).last_hidden_state
     odds = case.end_share / (1 - case.end_share) * case.vocabulary
     model.lm_head.weight[:, 0] = 0
     model.lm_head.weight[case.stop] = 0
-    model.lm_head.weight[case.stop, 0] = torch.tensor(odds).log() / case.width**0.5
+    model.lm_head.weight[case.stop, 0] = torch.tensor(odds).log() / states[:, -1, 0].mean()
 
 
 def make_prompts(case: Case, count: int = 64, seed: int = 0) -> list[list[int]]:

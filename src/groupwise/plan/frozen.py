@@ -76,6 +76,8 @@ class FrozenMemory:
         rows = job.shape.rows_per_pass
         shared = job.prompts_in(rows) * (4 * ENCODED + 6 * FIRST + self.text.width)
         learned = {"activations": (shared + rows * (6 * SECOND + self.text.width)) * 4}
+        if job.shape.passes > 1:  # of one layer, before it is added to those of earlier passes
+            learned["gradient of a layer"] = FIRST * max(2 * FIRST, self.text.width) * 4
         update = fullest(held, [learned], policy.in_step(job), one_pass=job.shape.passes == 1)
         return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
 

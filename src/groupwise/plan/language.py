@@ -115,7 +115,7 @@ class LanguageMemory:
         angles = 2 * model.head_width * wide
         in_layer = (layer if self.checkpointing else 0) + self._backward_of_layer()
         predicted = job.shape.rows_per_pass * self.completion_tokens
-        final = tokens * (2 if self.lora_rank else 3) * model.width * wide + predicted * model.width * wide
+        final = tokens * (3 if self._norms_kept_twice else 2) * model.width * wide + predicted * model.width * wide
         chunk = min(predicted, max(FEWEST_TOKENS, CHUNK_NUMBERS // model.vocabulary)) * model.vocabulary * 3 * wide
         into_head = 0 if self.lora_rank else model.head_numbers * wide
         always = {"cast weights": self._cast_weights()}
@@ -131,19 +131,22 @@ class LanguageMemory:
             {"activations": below + tokens * in_layer, **always},
         ]
 
+    @property
+    def _norms_kept_twice(self) -> bool:
+        """To train a norm's weights transformers keeps its result too; the lean forward computes that again."""
+        return self.lora_rank is None and not (self.model.lean and self.shared)
+
     def _kept_by_layer(self) -> int:
         """Bytes that a layer keeps of one token: for attention, two norms, and the feed-forward part or its experts."""
         model, rank, number = self.model, self.lora_rank or 0, self._compute_bytes
         stream = 2 * model.width * max(4, number)  # what the two norms read
-        # to train a norm's weights transformers keeps its result too; the lean forward computes that again
-        twice = self.lora_rank is None and not model.lean
-        normed = 2 * model.width * max(4, number) if twice else 0
+        normed = 2 * model.width * max(4, number) if self._norms_kept_twice else 0
         inputs = 2 * model.width * number
         # angles are float32, and so are queries, keys and what is attended where the stream is
         turned = number if self.lora_rank else max(4, number)
         attention = (2 * model.query_width + model.kv_width) * turned + model.kv_width * number + 4 * model.heads
         if model.normed_heads:
-            attention += (2 if twice else 1) * (model.query_width + model.kv_width) * turned
+            attention += (2 if self._norms_kept_twice else 1) * (model.query_width + model.kv_width) * turned
         inner = 4 * model.inner * number
         if model.experts:
             inner = model.top_k * (4 * model.inner + 2 * model.width) * number

@@ -218,6 +218,10 @@ def test_what_is_no_controller_is_told(folder, adaptive, tmp_path):
     (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="estimator of your own, which is not saved"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
+    del config["network"]  # as it was before it was counted
+    (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"is of an earlier version.*Train it again"):
+        gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
 
 
 @pytest.mark.parametrize(

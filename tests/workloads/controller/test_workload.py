@@ -17,7 +17,7 @@ from groupwise.core.reward import weigh
 from groupwise.train.folder import read_lines
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.decisions import greedy, knobs_of, sampled
+from groupwise.workloads.controller.decisions import greedy, knobs_of, repeated, sampled
 from groupwise.workloads.controller.exact import all_rewards, best_reward, expected_reward
 from workloads.controller.ranks import outcome
 from workloads.controller.small import EXECUTOR, LinearCost, SmallConfig, recipe
@@ -115,6 +115,21 @@ def test_expected_reward_is_the_mean_of_what_is_drawn(respect):
     chances = workload.controller.path_logp(workload.training, rows).exp()
     assert_close(chances.flatten(1).sum(1), torch.ones(16))
     assert not chances[~workload.training.fits(rows)].any()
+
+
+def test_a_path_is_the_product_of_its_decisions_and_blocks_come_before_the_top_k():
+    workload = built(values=(0.6, 0.9))
+    training, controller = workload.training, workload.controller
+    fitting = training.fits(torch.arange(4)).nonzero()
+    rows, choices = fitting[:, 0], fitting[:, 1:]
+    decided = controller.decide(training, rows, repeated(choices))
+    paths = controller.path_logp(training, torch.arange(4))
+    assert_close(decided.logp.sum(1), paths[(rows, *choices.unbind(1))], rtol=0, atol=1e-5)
+    # At one tier and position few blocks go with a large top-k, or many with a small one: blocks alone are free.
+    two = torch.full_like(training.high_ms, torch.inf)
+    two[:, 0, 0, 1, 0] = two[:, 0, 0, 0, 1] = 1e-9
+    (free,) = controller.decide(replace(training, high_ms=two), torch.tensor([0]), greedy).free
+    assert free.tolist() == [False, False, False, True]
 
 
 def test_the_exact_gradient_is_the_mean_of_the_sampled_one():

@@ -24,8 +24,8 @@ class PolicyConfig:
     lora_seed: int = 0
     """Decides the adapter's first weights."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """What the model computes in. With bfloat16, weights that are trained stay in float32 and are rounded on the way
-    into each product; frozen ones are kept in bfloat16."""
+    """What the model computes in. With bfloat16, weights that are trained stay in float32 and are rounded once
+    for all products of a pass or a rollout; frozen ones are kept in bfloat16."""
     gradient_checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, the same result."""
     reference: Literal["none", "adapter", "copy"] = "none"

@@ -18,7 +18,7 @@ from groupwise.workloads.controller.task import Question
 class Features:
     """Prompt embeddings and latency tokens of one frozen model.
 
-    The latency token's own embedding is fixed. Training it would need gradients through the model's first blocks for
+    The latency token's own embedding is not trained. That would need gradients through the model's first blocks for
     every rollout, and no state could be remembered; the budget, which it carries in other designs, reaches the second
     stage through the budget encoder instead.
     """

@@ -110,9 +110,7 @@ def parameter_counts(policy: nn.Module) -> dict[str, int]:
     return {name: sum(weight.numel() for weight in part.parameters()) for name, part in policy.named_children()}
 
 
-def allowed(
-    fits: Bool[Tensor, "rows tiers positions top_ks blocks"], taken: Sequence[Int64[Tensor, " rows"]]
-) -> Bool[Tensor, "rows options"]:
+def allowed(fits: Bool[Tensor, "rows ..."], taken: Sequence[Int64[Tensor, " rows"]]) -> Bool[Tensor, "rows options"]:
     """Which options of the next decision some completion of fits, after the decisions already taken."""
     for choice in taken:
         fits = fits[torch.arange(len(fits), device=fits.device), choice]

@@ -25,6 +25,8 @@ from groupwise.workloads.controller.task import Source, Task
 
 CONFIG, ESTIMATOR = "config.json", "estimator.json"
 _KIND = "groupwise-controller"
+_NETWORK = 2
+"""What it reads and in which order it decides: counted up with every change, since the weights look the same."""
 _FITTED, _OWN = "fitted", "own"
 
 
@@ -61,6 +63,7 @@ def files_of(settings: Settings) -> dict[str, bytes]:
         described, fitted = {"kind": _FITTED}, {ESTIMATOR: _estimator_file(estimator)}
     config = {
         "model_type": _KIND,
+        "network": _NETWORK,
         **asdict(settings.source),
         "width": settings.width,
         "options": asdict(settings.options),
@@ -93,6 +96,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} is damaged ({error}). Restore it, or save the controller again.") from error
     if not isinstance(config, dict) or config.get("model_type") != _KIND:
         raise UserError(f"{file} is not of a controller: it has no model_type '{_KIND}'. Name another folder.")
+    if config.get("network") != _NETWORK:
+        raise UserError(
+            f"The controller in {folder} is of an earlier version, which saw and decided otherwise: this one would make"
+            " nothing of its weights. Train it again."
+        )
     return config
 
 

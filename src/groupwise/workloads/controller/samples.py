@@ -60,6 +60,8 @@ def words_around(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
     if ids.count(image_id) != 1:
         raise UserError(_misplaced(image_word, ids.count(image_id), templated=tokenizer.chat_template is not None))
     place = ids.index(image_id)
+    if place + 1 == len(ids):
+        raise UserError(f"Nothing follows the image token {image_word!r} in the prompt. Ask after it, as models do.")
     return ids[:place], ids[place + 1 :]
 
 

@@ -148,9 +148,11 @@ def _split(scores: Float[Tensor, " options"], first: int) -> list[np.ndarray]:
 
 def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
     """What may be chosen, with axes in the order of decisions. Where nothing fits, the cheapest."""
-    promised_ms = allowance.promised_ms.permute(ORDER).numpy()
+    promised_ms = allowance.promised_ms.numpy()
     fits = promised_ms <= allowance.limit_ms
-    return fits if fits.any() else promised_ms == promised_ms.min()
+    if not fits.any():
+        fits.flat[promised_ms.argmin()] = True
+    return fits.transpose(ORDER)
 
 
 def _settle(scores: np.ndarray, fits: np.ndarray, choices: list[int]) -> np.ndarray:

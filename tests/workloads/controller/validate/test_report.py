@@ -69,6 +69,9 @@ def test_where_nothing_fits_the_cheapest_is_served(workload):
     server = Server(workload.controller)
     served = server.serve(conditions.questions[0].sample, Allowance(0.1, 0.0, promised))
     assert served.knobs == OPTIONS.cheapest
+    # Of several that are equally cheap it is the first, as in `Conditions.fits`, whatever the network likes best.
+    alike = server.serve(conditions.questions[0].sample, Allowance(0.1, 0.0, torch.ones_like(promised)))
+    assert alike.choices == (0, 0, 0, 0)
 
 
 def test_imitation_learns_its_labels(workload):
