@@ -25,6 +25,8 @@ from groupwise.workloads.controller.workload import ControllerWorkload
 from groupwise.workloads.report import Report
 
 PICTURE = "eval.png"
+_IMITATED = 3200
+"""Training questions that imitation is shown, at most: every one of them has to be looked at again."""
 
 
 def validate(workload: ControllerWorkload) -> Report:
@@ -55,7 +57,7 @@ def controllers(workload: ControllerWorkload) -> dict[str, Controller]:
     """The trained one, and the one that imitates the oracle."""
     found, steps = {"controller": workload.controller}, workload.config.eval.imitation_steps
     if steps:
-        training = make_exam(workload, workload.task.questions)
+        training = make_exam(workload, workload.task.questions[:_IMITATED])
         found["imitation"] = imitate(workload, training, steps=steps, seed=workload.config.policy_seed)
     return found
 
