@@ -23,8 +23,7 @@ def settle_in(threads: int) -> None:
 def keep_freed_memory() -> None:
     """Keep up to 64 MiB at the top of the heap for the next tensors.
 
-    Left to itself glibc gives memory back to the system and asks for it again at every large tensor: 25,000 page faults
-    in a batch of answers of the embedded model, a quarter of its time.
+    Left to itself glibc gives memory back to the system and asks for it again at every large tensor, page by page.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)

@@ -68,6 +68,10 @@ def test_bfloat16_rounds_each_weight_once_for_all_tokens_of_a_rollout():
     few, many = rounded_bytes(4), rounded_bytes(12)
     assert few > weights / 2
     assert many - few < weights  # of activations; weights would be eight times as much
+    with policy.autocast():  # what was rounded without a gradient is not taken for training
+        completions = generate(policy, PROMPTS, OF, ROWS, SAMPLING)
+        score(policy, PROMPTS, OF, completions, SAMPLING).logp.sum().backward()
+    assert all(weight.grad is not None for weight in policy.parameters())
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,8 @@ def test_the_image_token_stands_once(llava):
     assert (asked.before, asked.question) == ((1,), (3, 2))
     with pytest.raises(UserError, match=r"holds the image token '<image>' 0 times.*no chat template"):
         sample_from(picture(64, 64), "what is this", plain)
+    with pytest.raises(UserError, match="Nothing follows the image token '<image>'"):
+        sample_from(picture(64, 64), "user what <image>", plain)
     for_text = replace(llava, tokenizer=tokenizer(template="user {{ messages[0].content[1].text }}"))
     with pytest.raises(UserError, match="puts no image token '<image>' into the prompt"):
         sample_from(picture(64, 64), "what is this", for_text)

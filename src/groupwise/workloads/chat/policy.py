@@ -99,7 +99,6 @@ class Policy(nn.Module):
             try:
                 yield
             finally:
-                torch.clear_autocast_cache()  # what was rounded here has no gradient
                 self._keep_layer_inputs_only(self.config.gradient_checkpointing)
 
     def autocast(self) -> AbstractContextManager[Any]:
