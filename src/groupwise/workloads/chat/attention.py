@@ -18,6 +18,11 @@ NAME = "groupwise_shared_prompt"
 class Layout(Protocol):
     """Who stands where in a batch, and whom a token sees."""
 
+    @property
+    def predicting(self) -> Tensor | None:
+        """Numbers of the tokens, counted through the batch, that something is predicted from; None for all."""
+        ...
+
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """[batch, heads, tokens, width] and keys of perhaps fewer heads -> [batch, tokens, heads, width]."""
         ...

@@ -101,6 +101,8 @@ def _stacked(pieces: Sequence[Tensor]) -> Tensor:
 class Decoding:
     """The layout of decoding steps while nobody comes or goes: who sits where, and which prompt each row follows."""
 
+    predicting = None  # every row's token
+
     def __init__(self, own: OwnCache, prompts: PromptCache, prompt_of_seat: Sequence[int], device: torch.device):
         self.own, self.prompts = own, prompts
         self.device = device

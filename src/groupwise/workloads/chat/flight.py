@@ -88,11 +88,11 @@ class Flight:
         for part in _cuts(numbers, [len(self.prompts[number]) for number in numbers], _PREFILL_TOKENS):
             kept: KeysAndValues = {}
             packed = pack([self.prompts[number] for number in part], [[]] * len(part), self.policy.device, kept)
-            hidden = self.policy.hidden(packed.ids[None], packed.positions[None], packed)[0]
-            for number, where in zip(part, packed.prompts, strict=True):
+            hidden = self.policy.hidden(packed.ids[None], packed.positions[None], packed)
+            for number, where, last in zip(part, packed.prompts, hidden, strict=True):
                 own = {layer: (key[:, where], value[:, where]) for layer, (key, value) in kept.items()}
                 entering.append((number, len(self.prompts[number]), own))
-                self.after_prompt[number] = hidden[where.stop - 1].clone()
+                self.after_prompt[number] = last.clone()
         if entering:
             self.cached.change(set(), entering)
 
@@ -100,7 +100,7 @@ class Flight:
         """One more token for every row in flight."""
         layout = self.layout = self.layout or self._sit_down()
         layout.place_tokens([count - 1 for count in self.drawn], self.cached.dtype)
-        hidden = self.policy.hidden(self.last[:, None], self.positions[:, None], layout)[:, 0]
+        hidden = self.policy.hidden(self.last[:, None], self.positions[:, None], layout)
         self.last = self._draw(hidden, self.numbers, self.places)
         self.positions, self.places = self.positions + 1, self.places + 1
         self.drawn = [count + 1 for count in self.drawn]

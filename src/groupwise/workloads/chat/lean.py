@@ -24,7 +24,7 @@ _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class LeanForward:
-    """Hidden states [batch, tokens, width] of a base model; called like `Policy.hidden`."""
+    """Hidden states of a base model; called like `Policy.hidden`."""
 
     def __init__(self, base_model: Any):
         self.model = base_model
@@ -35,11 +35,12 @@ class LeanForward:
         turn = rotation(*self.model.rotary_emb(hidden, position_ids=positions))
         hidden = hidden.flatten(0, 1)  # products of matrices need no thought about further axes
         for layer in self.layers:
+            told = hidden, turn, layout, layout.predicting if layer is self.layers[-1] else None
             if layer.module.training and torch.is_grad_enabled():  # transformers' sign for gradient checkpointing
-                hidden = checkpoint(layer, hidden, turn, layout, use_reentrant=False)
+                hidden = checkpoint(layer, *told, use_reentrant=False)
             else:
-                hidden = layer(hidden, turn, layout)
-        return _norm(self.model.norm, hidden).view(*ids.shape, -1)
+                hidden = layer(*told)
+        return _norm(self.model.norm, hidden)
 
 
 class _Layer:
@@ -56,12 +57,16 @@ class _Layer:
             else None
         )
 
-    def __call__(self, hidden: Tensor, turn: Rotation, layout: Layout) -> Tensor:
-        hidden = hidden + self._attended(_norm(self.before, hidden), turn, layout)
+    def __call__(self, hidden: Tensor, turn: Rotation, layout: Layout, wanted: Tensor | None) -> Tensor:
+        """The states after this layer, of the wanted tokens only where some are named."""
+        attended = self._attended(_norm(self.before, hidden), turn, layout)
+        if wanted is not None:
+            hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
+        hidden = hidden + _linear(self.out, attended)
         normed = _norm(self.after, hidden)
         if self.gate is not None:
             return hidden + _gated(*self.gate, normed)
-        return hidden + self.mlp(normed.view(*turn[0].shape[:2], -1)).view(hidden.shape)
+        return hidden + self.mlp(normed[None])[0]
 
     def _attended(self, normed: Tensor, turn: Rotation, layout: Layout) -> Tensor:
         by_head = (*turn[0].shape[:2], -1, self.head_width)
@@ -74,7 +79,7 @@ class _Layer:
             value.transpose(1, 2),
         )
         seen, _ = shared_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
-        return _linear(self.out, seen.flatten(2).flatten(0, 1))
+        return seen.flatten(2).flatten(0, 1)
 
 
 def lean_forward(base_model: Any) -> LeanForward | None:

@@ -47,6 +47,12 @@ class Packed:
         return attend_by_blocks(query, key, value, self.block_mask, scale)
 
     @cached_property
+    def predicting(self) -> Int64[Tensor, " predicting"]:
+        """The last token of each prompt, then all of the completions."""
+        last = [prompt.stop - 1 for prompt in self.prompts]
+        return torch.tensor([*last, *range(self.prompts[-1].stop, len(self.ids))], device=self.ids.device)
+
+    @cached_property
     def block_mask(self) -> Any:
         """Who sees whom, for flex attention."""
         from torch.nn.attention.flex_attention import create_block_mask

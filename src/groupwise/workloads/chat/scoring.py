@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.core.errors import require
 from groupwise.core.types import Scored
 from groupwise.workloads.chat.completion import Completion, padded
 from groupwise.workloads.chat.head import token_logps
-from groupwise.workloads.chat.packed import Packed, pack
+from groupwise.workloads.chat.packed import pack
 from groupwise.workloads.chat.plain import score_plainly
 from groupwise.workloads.chat.policy import Policy
 from groupwise.workloads.chat.sampling import Sampling
@@ -77,12 +78,12 @@ def _score_shared(
     rows = [row for group in members.values() for row in group]
     inputs = [[completions[row].ids[:-1] for row in group] for group in members.values()]
     packed = pack([prompts[prompt] for prompt in members], inputs, policy.device)
-    hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)[0]
+    hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)
     lengths = [len(completions[row]) for row in rows]
     counts = [completions[row].kept for row in rows]
     logps, entropies = token_logps(
         policy.head,
-        hidden[predictors(packed, [len(group) for group in members.values()], lengths)],
+        hidden[_predictors([len(group) for group in members.values()], lengths).to(policy.device)],
         torch.tensor([token for row in rows for token in completions[row].ids], device=policy.device),
         torch.cat([count for count in counts if count is not None]).to(policy.device) if sampling.truncates else None,
         sampling.temperature,
@@ -92,14 +93,10 @@ def _score_shared(
     return [by_row[0][nth] for nth in order], [by_row[1][nth] for nth in order]
 
 
-def predictors(packed: Packed, members: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """Which hidden state predicts each token of each completion: the prompt's last one, then the token before."""
-    last_of_prompt = [
-        prompt.stop - 1 for prompt, count in zip(packed.prompts, members, strict=True) for _ in range(count)
-    ]
+def _predictors(members: Sequence[int], lengths: Sequence[int]) -> Int64[Tensor, " tokens"]:
+    """Which of `Packed.predicting` predicts each token of each completion: its prompt's, then the token before."""
     sizes = torch.tensor(lengths)
-    first_place = sizes.cumsum(0) - sizes
-    number = torch.arange(int(sizes.sum())) - torch.arange(len(lengths)).repeat_interleave(sizes)
-    before = number - 1 + packed.tails[0].start  # in a tail each completion lacks its last token
-    before[first_place] = torch.tensor(last_of_prompt)
-    return before.to(packed.ids.device)
+    row_of_token = torch.arange(len(lengths)).repeat_interleave(sizes)
+    before = len(members) + torch.arange(len(row_of_token)) - row_of_token - 1  # each completion lacks its last token
+    before[sizes.cumsum(0) - sizes] = torch.arange(len(members)).repeat_interleave(torch.tensor(members))
+    return before

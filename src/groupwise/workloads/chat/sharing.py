@@ -13,7 +13,7 @@ from groupwise.workloads.chat.lean import lean_forward
 from groupwise.workloads.chat.packed import pack
 
 Forward = Callable[[Tensor, Tensor, Layout], Tensor]
-"""Hidden states [batch, tokens, width], from ids and positions [batch, tokens] and who sees whom."""
+"""Hidden states [predicting tokens, width], from ids and positions [batch, tokens] and who sees whom."""
 
 _PROMPTS = ((3, 1, 4), (2, 5))
 _COMPLETIONS = (((9, 2), (6,)), ((5, 3, 7),))
@@ -61,7 +61,8 @@ class OwnForward:
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         hidden: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)[0]
-        return hidden
+        hidden, wanted = hidden.flatten(0, 1), layout.predicting
+        return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
 def _agree(together: Tensor, apart: Tensor) -> bool:
@@ -108,5 +109,5 @@ def _computed_apart(causal_lm: Any) -> tuple[Tensor, Tensor]:
 def _computed_together(causal_lm: Any, forward: Forward) -> tuple[Tensor, Tensor]:
     """The same by the shared path."""
     packed = pack(_PROMPTS, _COMPLETIONS, causal_lm.device)
-    hidden = forward(packed.ids[None], packed.positions[None], packed)[0, packed.tails[0].start :]
+    hidden = forward(packed.ids[None], packed.positions[None], packed)[len(_PROMPTS) :]
     return hidden, causal_lm.get_output_embeddings()(hidden)
