@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from math import sqrt
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
-from torch.nn.functional import gelu, linear
+from torch import Tensor, nn
+from torch.nn.functional import gelu
 
 from groupwise.workloads.controller.adapter import Sample
 from groupwise.workloads.controller.conditions import Conditions
@@ -17,7 +18,10 @@ from groupwise.workloads.controller.decisions import ORDER, Controller
 from groupwise.workloads.controller.estimates import Table
 from groupwise.workloads.controller.executor import Request
 from groupwise.workloads.controller.knobs import Knobs
-from groupwise.workloads.controller.policy import FIRST, SECOND, Head, even
+from groupwise.workloads.controller.policy import FIRST, SECOND, Head
+
+Numbers = Float[np.ndarray, "..."]
+_ROOT_OF_HALF = np.float32(sqrt(0.5))
 
 
 @dataclass(frozen=True)
@@ -62,19 +66,19 @@ class Served:
 class Server:
     """A trained controller made ready for single requests: its weights as they are now, and budgets it has met.
 
-    The choice is the network's own. What depends on the budget alone is computed once for each budget, and heads are
-    joined: a third of the operations are left, and at this size an answer's time is a matter of their number.
+    The choice is the network's own. What depends on the budget alone is computed once for each budget, heads are
+    joined, and numpy does the rest: at this size time is a matter of the number of calls and of what each costs, and an
+    accelerator would be waited for.
     """
 
     def __init__(self, controller: Controller, *, max_new_tokens: int = 1, stop_token: int | None = None):
         self.features, self.policy, self.device = controller.features, controller.policy, controller.device
         self.executor, self.max_new_tokens, self.stop_token = self.features.executor, max_new_tokens, stop_token
         one, two = self.policy.stage_one, self.policy.stage_two
-        with torch.no_grad():
-            self._join_prompt, self._join_budget = (part.clone() for part in one.join.weight.split(FIRST, dim=1))
-            self._first = _joined(one.tier, one.insertion, FIRST, self.device)
-            self._second = _joined(two.top_k, two.blocks, SECOND, self.device)
-        self._budgets: dict[float, tuple[Tensor, Tensor]] = {}
+        self._prompt, self._token, self._join = _affine(one.prompt), _affine(two.token), _affine(two.join)
+        self._join_prompt = _numbers(one.join.weight[:, :FIRST].T)
+        self._first, self._second = _joined(one.tier, one.insertion, FIRST), _joined(two.top_k, two.blocks, SECOND)
+        self._budgets: dict[float, tuple[Numbers, Numbers]] = {}
 
     @torch.inference_mode()
     def serve(self, sample: Sample, allowance: Allowance) -> Served:
@@ -108,42 +112,59 @@ class Server:
         )
         return Served(answer.tokens, request.knobs, tuple(choices), chosen_at - begun, stage_two_ms)
 
-    def _stage_one(self, question: tuple[int, ...], share: float) -> list[np.ndarray]:
-        stage = self.policy.stage_one
-        prompt = self.features.embed(torch.tensor(question)).to(self.device)
-        seen = gelu(linear(even(prompt), stage.prompt.weight, stage.prompt.bias))
-        hidden = gelu(linear(seen, self._join_prompt, self._prepared(share)[0]))
-        return _split(linear(hidden, *self._first), stage.tier.options)
+    def _stage_one(self, question: tuple[int, ...], share: float) -> list[Numbers]:
+        weight, bias = self._prompt
+        prompt = _even(self.features.embed(torch.tensor(question)).numpy())
+        hidden = _gelu(_gelu(prompt @ weight + bias) @ self._join_prompt + self._prepared(share)[0])
+        return _scores(hidden, self._first, self.policy.stage_one.tier.options)
 
-    def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[np.ndarray]:
-        stage = self.policy.stage_two
-        mixed = gelu(
-            linear(even(token.to(self.device).float()), stage.token.weight, self._prepared(share)[1][position])
-        )
-        hidden = gelu(linear(mixed, stage.join.weight, stage.join.bias))
-        return _split(linear(hidden, *self._second), stage.top_k.options)
+    def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[Numbers]:
+        weight, bias = self._join
+        mixed = _gelu(_even(token.float().numpy(force=True)) @ self._token[0] + self._prepared(share)[1][position])
+        return _scores(_gelu(mixed @ weight + bias), self._second, self.policy.stage_two.top_k.options)
 
-    def _prepared(self, share: float) -> tuple[Tensor, Tensor]:
+    def _prepared(self, share: float) -> tuple[Numbers, Numbers]:
         """What a budget adds to the first stage's second layer, and to the second stage's first at every position."""
         if share not in self._budgets:
             one, two = self.policy.stage_one, self.policy.stage_two
             encoded = self.policy.encoder(torch.tensor([share], device=self.device))
-            first = linear(gelu(one.budget(encoded)), self._join_budget, one.join.bias)[0]
-            self._budgets[share] = first, two.token.bias + two.position.weight + two.budget(encoded)
+            first = gelu(one.budget(encoded)) @ one.join.weight[:, FIRST:].T + one.join.bias
+            self._budgets[share] = _numbers(first[0]), _numbers(two.token.bias + two.position.weight + two.budget(encoded))
         return self._budgets[share]
 
 
-def _joined(one: Head, other: Head, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _numbers(weights: Tensor) -> Numbers:
+    """As they are now, on the CPU."""
+    return np.array(weights.detach().float().cpu().numpy(), order="C")
+
+
+def _affine(layer: nn.Linear) -> tuple[Numbers, Numbers]:
+    """To be multiplied from the right, and added."""
+    return _numbers(layer.weight.T), _numbers(layer.bias)
+
+
+def _joined(one: Head, other: Head, width: int) -> tuple[Numbers, Numbers]:
     """Two heads as one; a single option scores 0."""
-    nothing = torch.zeros(1, width, device=device), torch.zeros(1, device=device)
-    parts = [nothing if head.linear is None else (head.linear.weight, head.linear.bias) for head in (one, other)]
+    nothing = np.zeros((width, 1), np.float32), np.zeros(1, np.float32)
+    parts = [nothing if head.linear is None else _affine(head.linear) for head in (one, other)]
     weights, biases = zip(*parts, strict=True)
-    return torch.cat(weights), torch.cat(biases)
+    return np.concatenate(weights, axis=1), np.concatenate(biases)
 
 
-def _split(scores: Float[Tensor, " options"], first: int) -> list[np.ndarray]:
-    found = scores.numpy(force=True)
+def _scores(hidden: Numbers, heads: tuple[Numbers, Numbers], first: int) -> list[Numbers]:
+    """Of two decisions, the first with so many options."""
+    found = hidden @ heads[0] + heads[1]
     return [found[:first], found[first:]]
+
+
+def _even(features: Numbers) -> Numbers:
+    """`policy.even` of one row."""
+    rest = features - features.mean()
+    return rest / np.float32(sqrt(rest @ rest / len(rest) + 1e-5))
+
+
+def _gelu(values: Numbers) -> Numbers:
+    return values * (0.5 + 0.5 * torch.erf(torch.from_numpy(values * _ROOT_OF_HALF)).numpy())
 
 
 def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
@@ -155,7 +176,7 @@ def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks t
     return fits.transpose(ORDER)
 
 
-def _settle(scores: np.ndarray, fits: np.ndarray, choices: list[int]) -> np.ndarray:
+def _settle(scores: Numbers, fits: np.ndarray, choices: list[int]) -> np.ndarray:
     """Choose the likeliest option that some completion of fits; what is left after it."""
     offered = fits.reshape(len(fits), -1).any(1)
     best = int(np.where(offered, scores, -np.inf).argmax())

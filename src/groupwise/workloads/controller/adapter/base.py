@@ -109,6 +109,7 @@ class TextSide:
         self.text = model.model.language_model
         self.blocks: nn.ModuleList = self.text.layers
         self.text_config = model.config.text_config
+        self.words: nn.Module = model.get_input_embeddings()
         _mark_renormalising(self.blocks)
 
     @property
@@ -116,7 +117,7 @@ class TextSide:
         return self.text.norm.weight.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.model.get_input_embeddings()(tokens.to(self.device))
+        return self.words(tokens.to(self.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(self.text.norm(hidden))
