@@ -308,3 +308,16 @@ def test_a_knob_of_memory_that_the_user_sets_anew_counts_on_resume():
     plain = to_dict(recipe())
     assert memory_knobs(plain) == [4, None, None, None, None]
     assert memory_knobs({**plain, "workload": {**plain["workload"], "decode_rows": 8}})[:2] == [4, 8]
+
+
+@dataclass(frozen=True)
+class Slow(TinyConfig):
+    def build(self, device):
+        raise AssertionError("it was built: minutes, for a real workload")
+
+
+def test_rows_that_can_never_fit_are_refused_before_anything_is_built():
+    with pytest.raises(UserError, match="rows_per_pass is 7, which neither divides group_size"):
+        set_up(replace(recipe(), workload=Slow(), rows_per_pass=7))
+    with pytest.raises(Exception, match="it was built"):
+        set_up(replace(recipe(), workload=Slow()))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.output import parse, print_json
 from groupwise.core.errors import require
-from groupwise.core.shape import Shape
+from groupwise.core.shape import PLENTY, Shape
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -19,7 +19,6 @@ _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", 
 _MOST_LINES = 24
 _MOST_PASSES = 8
 _MOST_MEMBERS = 16
-_PLENTY = 10**12  # without a dataset, none is too small
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ def run(words: list[str], as_json: bool) -> int:
     arguments = parse(PlaceArguments, words, prog="groupwise place")
     require(arguments.step >= 0, "step", arguments.step, "0 or more")
     shape = Shape(
-        conditions=_PLENTY if arguments.dataset is None else arguments.dataset,
+        conditions=PLENTY if arguments.dataset is None else arguments.dataset,
         conditions_per_step=arguments.conditions,
         group_size=arguments.group_size,
         ranks=arguments.ranks,

@@ -12,7 +12,7 @@ import tyro
 from groupwise.cli.output import parse, print_json, quiet_stdout
 from groupwise.cli.recipe import read_config
 from groupwise.core.errors import UserError, require
-from groupwise.core.shape import Shape
+from groupwise.core.shape import PLENTY, Shape
 from groupwise.core.units import parse_bytes, readable
 from groupwise.plan.architecture import read_architecture
 from groupwise.plan.language import LanguageMemory
@@ -28,7 +28,6 @@ DESCRIPTION = (
     " alone), --trace (follow a rollout and an update with fake tensors), --probe (run them on this device), --picture"
     " FILE.png. In place of a recipe, a model's config.json will do: `groupwise plan config.json --help`."
 )
-_PLENTY = 10**12
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _of_model(asked: ModelArguments, options: Options) -> tuple[MemoryModel, Job
         reference_copies=int(asked.kl and asked.lora_rank is None),
     )
     shape = Shape(
-        _PLENTY, asked.conditions_per_step, asked.group_size, options.ranks, asked.rows_per_pass, asked.placement
+        PLENTY, asked.conditions_per_step, asked.group_size, options.ranks, asked.rows_per_pass, asked.placement
     )
     return model, Job(shape, kl=asked.kl, sharded=options.sharded)
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from groupwise.core.errors import UserError
 
 KINDS = ("whole", "spread", "shuffled")
+PLENTY = 10**12
+"""Conditions of a dataset that is not known yet: never too few."""
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,9 @@ import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
-from groupwise.core.shape import Shape
+from groupwise.core.shape import PLENTY, Shape
 from groupwise.plan.parts import Job
 from groupwise.workloads.base import WorkloadConfig
-
-PLENTY = 10**12
-"""Conditions, where the size of the dataset does not matter."""
 
 
 @dataclass(frozen=True)

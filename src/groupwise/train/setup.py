@@ -7,7 +7,7 @@ from pathlib import Path
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.core.shape import Shape, largest_fitting_rows
+from groupwise.core.shape import PLENTY, Shape, largest_fitting_rows
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.trackers import check_installed
 from groupwise.meter.memory import used_bytes
@@ -38,6 +38,7 @@ def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
     settle_in(config.run.threads)
     comm = connect()
     check_installed(config.run.trackers)
+    config.shape(conditions=PLENTY, ranks=comm.ranks)  # what no dataset could mend is refused before one is read
     base = used_bytes(comm.device)
     with comm.together(f"build() of {type(config.workload).__name__}"):
         settings = config.workload.continuing(checkpoint) if checkpoint else config.workload

@@ -15,6 +15,7 @@ from groupwise.workloads.controller.serve import Allowance, Server
 from groupwise.workloads.controller.validate.exam import make_exam
 from groupwise.workloads.controller.validate.imitation import imitate, labels
 from groupwise.workloads.controller.validate.methods import controlled
+from groupwise.workloads.controller.validate.tables import tables
 from workloads.controller.small import EXECUTOR, SmallConfig, recipe
 from workloads.controller.tiny import OPTIONS
 
@@ -152,6 +153,15 @@ def test_times_are_measured_with_the_controllers_own_apart(run_folder):
     # every distinct computation stands by itself once
     singles = found["singles"]
     assert len(singles) == len({(each.tier, OPTIONS.path(each)) for each in OPTIONS.all()})
+
+
+def test_a_machine_that_has_changed_since_its_profile_is_named(run_folder):
+    found = json.loads((run_folder / "eval.json").read_text())
+    assert "faster now" in tables(found)[-1].note, "the tiny model's estimator counts work, and knows no machine"
+    found["estimate"]["given_knobs"]["median_error"] = 0.38
+    assert "took 1.38 times what was estimated: the machine is slower now" in tables(found)[-1].note
+    found["estimate"]["given_knobs"]["median_error"] = -0.03
+    assert tables(found)[-1].note == ""
 
 
 def test_a_task_without_test_questions_has_no_report(workload):
