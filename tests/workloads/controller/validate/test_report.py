@@ -1,6 +1,9 @@
 """The whole evaluation on a tiny model: what is served is what was decided, and eval.json holds what it promises."""
 
+import io
 import json
+from contextlib import redirect_stdout
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -107,14 +110,20 @@ def tiny() -> gw.Config:
     return recipe()
 
 
-def test_eval_of_a_run_writes_all_that_was_promised(run_folder, capsys):
-    capsys.readouterr()
-    assert main(["eval", str(run_folder)]) == 0
-    said = capsys.readouterr().out
+@pytest.fixture(scope="module")
+def evaluated(run_folder):
+    """What `groupwise eval` says, and what it leaves in eval.json."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        assert main(["eval", str(run_folder)]) == 0
+    return said.getvalue(), json.loads((run_folder / "eval.json").read_text())
+
+
+def test_eval_of_a_run_writes_all_that_was_promised(run_folder, evaluated):
+    said, found = evaluated
     assert "kind oracle" in said
     assert "Picture:" in said
     assert (run_folder / "eval.png").read_bytes().startswith(b"\x89PNG")
-    found = json.loads((run_folder / "eval.json").read_text())
     assert {"before", "after", "gap_closed", "gap_closed_per_sample"} <= set(found)
     assert [entry["budget_ms"] for entry in found["budgets"]] == pytest.approx([1.1 * 161 * part for part in BUDGETS])
     for entry in found["budgets"]:
@@ -139,8 +148,8 @@ def test_eval_of_a_run_writes_all_that_was_promised(run_folder, capsys):
     assert found["violations"]["controller"]["answers"] == 6 * len(BUDGETS)
 
 
-def test_times_are_measured_with_the_controllers_own_apart(run_folder):
-    found = json.loads((run_folder / "eval.json").read_text())
+def test_times_are_measured_with_the_controllers_own_apart(evaluated):
+    _, found = evaluated
     own = found["controller_time"]
     assert own["stage_one_p50_ms"] > 0
     assert 0 < own["share_of_answer"] < 1
@@ -155,8 +164,8 @@ def test_times_are_measured_with_the_controllers_own_apart(run_folder):
     assert len(singles) == len({(each.tier, OPTIONS.path(each)) for each in OPTIONS.all()})
 
 
-def test_a_machine_that_has_changed_since_its_profile_is_named(run_folder):
-    found = json.loads((run_folder / "eval.json").read_text())
+def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
+    found = deepcopy(evaluated[1])
     assert "faster now" in tables(found)[-1].note, "the tiny model's estimator counts work, and knows no machine"
     found["estimate"]["given_knobs"]["median_error"] = 0.38
     assert "took 1.38 times what was estimated: the machine is slower now" in tables(found)[-1].note
