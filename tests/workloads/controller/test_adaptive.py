@@ -90,15 +90,21 @@ def image(folder, number=100):
 
 
 def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively):
-    """As the workload decides, which reads every latency token of every tier."""
+    """As the workload decides, which reads every latency token of every tier; told of the nearest trained budget."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
     question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    full_ms = max(each.high_ms for each in workload.task.estimator.estimate(question.prompt_tokens, [*workload.options.all()]))
     chosen = []
     for budget_ms in BUDGETS_MS:
         reply = lively.generate(image(folder), "what is this", budget_ms=budget_ms)
-        alone = BudgetConfig(values=(budget_ms,), unit="ms")
-        conditions = make_conditions([question], workload.task.estimator, workload.options, alone)
+        alone, met = (
+            make_conditions(
+                [question], workload.task.estimator, workload.options, BudgetConfig(values=(value,), unit="ms")
+            )
+            for value in (budget_ms, min(max(budget_ms, 0.6 * full_ms), 1.2 * full_ms))
+        )
+        conditions = replace(alone, budget_share=met.budget_share)
         decided = workload.controller.decide(conditions, torch.tensor([0]), greedy)
         assert [reply.knobs] == knobs_of(workload.options, decided.choices)
         assert reply.fits

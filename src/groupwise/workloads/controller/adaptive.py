@@ -22,7 +22,7 @@ from groupwise.meter.spans import Meter
 from groupwise.meter.timing import Timing
 from groupwise.workloads.checkpoints import AVERAGED_WEIGHTS, WEIGHTS, newest_good
 from groupwise.workloads.controller.asking import Picture, question_about, speller
-from groupwise.workloads.controller.conditions import Conditions, conditions_of
+from groupwise.workloads.controller.conditions import Conditions, conditions_of, full_of, in_ms, shares_of
 from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
 from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, costs
 from groupwise.workloads.controller.executor import Executor, Head, Prefix, Request
@@ -199,11 +199,19 @@ class AdaptiveModel:
         return decided.choices, [each.tokens for each in found]
 
     def _conditions(self, questions: Sequence[Question], budgets_ms: Sequence[float]) -> Conditions:
-        """Every question under its own budget alone."""
+        """Every question under its own budget alone.
+
+        The network is told of a budget that it has met in training: beyond the largest, what was learned for that one
+        is better than a guess. The limit stays what the user has said.
+        """
         known = [self._cost(question) for question in questions]
         limits = torch.tensor([max(ms, _SHORTEST_MS) for ms in budgets_ms], dtype=torch.float64)
         config = replace(self.settings.budget, values=(float(limits[0]),), unit="ms")
-        return conditions_of(questions, config, known, torch.arange(len(questions)), limits[:, None])
+        made = conditions_of(questions, config, known, torch.arange(len(questions)), limits[:, None])
+        promised_ms = made.promised_ms(torch.arange(len(questions)))
+        trained_ms = torch.stack([in_ms(self.settings.budget, full.item()) for full in full_of(promised_ms)])
+        met_ms = limits.clamp(trained_ms.amin(1), trained_ms.amax(1))
+        return replace(made, budget_share=shares_of(promised_ms, met_ms[:, None]).flatten())
 
     def _cost(self, question: Question) -> Costs:
         """Estimates depend on the prompt's length alone, so they are kept."""

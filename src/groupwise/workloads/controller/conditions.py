@@ -88,6 +88,16 @@ def full_of(tables: Float[Tensor, "*tables tiers positions top_ks blocks"]) -> F
     return tables[..., -1, 0, -1, -1]
 
 
+def _cheapest_of(tables: Tables) -> Float[Tensor, " rows"]:
+    return tables.flatten(1).amin(1)
+
+
+def shares_of(promised_ms: Tables, budget_ms: Float[Tensor, "rows budgets"]) -> Float[Tensor, "rows budgets"]:
+    """Where each row's budgets lie between its cheapest configuration (0) and its full one (1)."""
+    full_ms, cheapest_ms = full_of(promised_ms)[:, None], _cheapest_of(promised_ms)[:, None]
+    return ((budget_ms - cheapest_ms) / (full_ms - cheapest_ms).clamp(min=1e-9)).clamp(0, 1)
+
+
 def make_conditions(
     questions: Sequence[Question], estimator: LatencyEstimator, options: KnobOptions, config: BudgetConfig
 ) -> Conditions:
@@ -97,7 +107,7 @@ def make_conditions(
     found = [costs(estimator, options, dict(zip(options.crops, each, strict=True)), config.span) for each in distinct]
     table = torch.tensor([distinct[length] for length in lengths])
     full_ms = [full_of(each.promised_ms(guaranteed=config.guaranteed)).item() for each in found]
-    budget_ms = torch.stack([_in_ms(config, full_ms[nth]) for nth in table.tolist()])
+    budget_ms = torch.stack([in_ms(config, full_ms[nth]) for nth in table.tolist()])
     made = conditions_of(questions, config, found, table, budget_ms)
     if made.impossible.any() and config.on_impossible == "refuse":
         raise made.refusal(int(made.impossible.nonzero()[0]))
@@ -114,8 +124,6 @@ def conditions_of(
     """Questions whose costs are known, each under as many budgets as the config has."""
     medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
     promised = torch.stack([each.promised_ms(guaranteed=config.guaranteed) for each in found])
-    full_ms, cheapest_ms = full_of(promised)[table, None], promised.flatten(1).amin(1)[table, None]
-    share = ((budget_ms - cheapest_ms) / (full_ms - cheapest_ms).clamp(min=1e-9)).clamp(0, 1)
     ids = [
         condition_id(row * len(config.budgets) + nth, question, budget, ms)
         for row, question in enumerate(questions)
@@ -128,8 +136,8 @@ def conditions_of(
         medians,
         highs,
         budget_ms.flatten(),
-        share.flatten(),
-        (cheapest_ms > budget_ms).flatten(),
+        shares_of(promised[table], budget_ms).flatten(),
+        (_cheapest_of(promised)[table, None] > budget_ms).flatten(),
         torch.tensor(ids),
     )
 
@@ -139,5 +147,6 @@ def condition_id(index: int, question: Question, budget: Budget, budget_ms: floa
     return group_id(index, question.sample.name, question.text, budget_ms, budget.span)
 
 
-def _in_ms(config: BudgetConfig, full_ms: float) -> Float[Tensor, " budgets"]:
+def in_ms(config: BudgetConfig, full_ms: float) -> Float[Tensor, " budgets"]:
+    """The budgets for a question whose full configuration is promised to take so long."""
     return torch.tensor([budget.in_ms(full_ms) for budget in config.budgets], dtype=torch.float64)
