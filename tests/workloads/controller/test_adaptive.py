@@ -94,7 +94,8 @@ def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, liv
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
     question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
-    full_ms = max(each.high_ms for each in workload.task.estimator.estimate(question.prompt_tokens, [*workload.options.all()]))
+    every = workload.task.estimator.estimate(question.prompt_tokens, [*workload.options.all()])
+    full_ms = max(each.high_ms for each in every)
     chosen = []
     for budget_ms in BUDGETS_MS:
         reply = lively.generate(image(folder), "what is this", budget_ms=budget_ms)

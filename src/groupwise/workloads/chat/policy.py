@@ -53,7 +53,7 @@ class Policy(nn.Module):
         return Head(layer.weight, layer.bias, computed_in)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Hidden states before the head, [tokens, width]: of the layout's predicting tokens, or of all [batch, tokens]."""
+        """Hidden states before the head, [predicting tokens, width], of ids and positions [batch, tokens]."""
         copied = self._active is self._reference
         return self._forwards[copied](ids, positions, layout)
 

@@ -24,7 +24,7 @@ from groupwise.workloads.checkpoints import AVERAGED_WEIGHTS, WEIGHTS, newest_go
 from groupwise.workloads.controller.asking import Picture, question_about, speller
 from groupwise.workloads.controller.conditions import Conditions, conditions_of, full_of, in_ms, shares_of
 from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
-from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, costs
+from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, Table, costs
 from groupwise.workloads.controller.executor import Executor, Head, Prefix, Request
 from groupwise.workloads.controller.features import Features
 from groupwise.workloads.controller.knobs import Knobs
@@ -39,7 +39,7 @@ from groupwise.workloads.controller.pretrained import (
     settings_from,
     source_of,
 )
-from groupwise.workloads.controller.serve import Server, allowance_of
+from groupwise.workloads.controller.serve import Server, allowance_under
 from groupwise.workloads.controller.task import Question
 
 _POLICY = "model.safetensors"
@@ -174,20 +174,27 @@ class AdaptiveModel:
     def _answer(
         self, questions: Sequence[Question], budgets_ms: Sequence[float], best_effort: bool
     ) -> tuple[list[Knobs], list[bool], list[str]]:
-        conditions, rows = self._conditions(questions, budgets_ms), torch.arange(len(questions))
-        if not best_effort and conditions.impossible.any():
-            raise conditions.refusal(int(conditions.impossible.nonzero()[0]), how="best_effort=True")
+        promised_ms = [self._cost(question).promised_ms(guaranteed=self._guaranteed) for question in questions]
+        limits_ms = [max(float(budget_ms), _SHORTEST_MS) for budget_ms in budgets_ms]
+        for nth, (promised, limit_ms) in enumerate(zip(promised_ms, limits_ms, strict=True)):
+            if not best_effort and not (promised <= limit_ms).any():
+                raise self._conditions(questions, promised_ms, limits_ms).refusal(nth, how="best_effort=True")
         if len(questions) == 1:
-            served = self._server.serve(questions[0].sample, allowance_of(conditions, 0))
-            choices, said = torch.tensor([served.choices]), [served.tokens]
+            share = self._share(promised_ms[0], limits_ms[0])
+            allowance = allowance_under(promised_ms[0], limits_ms[0], share, guaranteed=self._guaranteed)
+            served = self._server.serve(questions[0].sample, allowance)
+            choices, said = [served.choices], [served.tokens]
         else:
-            choices, said = self._together(questions, conditions)
-        knobs, fits = knobs_of(self.settings.options, choices), ~conditions.over_budget(rows, choices)
-        return knobs, fits.tolist(), [self._spell(tokens) for tokens in said]
+            choices, said = self._together(questions, self._conditions(questions, promised_ms, limits_ms))
+        fits = [
+            bool(promised[choice] <= limit_ms)
+            for promised, choice, limit_ms in zip(promised_ms, choices, limits_ms, strict=True)
+        ]
+        return knobs_of(self.settings.options, torch.tensor(choices)), fits, [self._spell(tokens) for tokens in said]
 
     def _together(
         self, questions: Sequence[Question], conditions: Conditions
-    ) -> tuple[Int64[Tensor, "rows 4"], list[tuple[int, ...]]]:
+    ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
         decided = self.controller.decide(conditions, torch.arange(len(questions)), greedy)
         knobs = knobs_of(self.settings.options, decided.choices)
         found, _ = self._executor.answer(
@@ -196,22 +203,30 @@ class AdaptiveModel:
             max_new_tokens=self.settings.max_new_tokens,
             stop_token=self.settings.stop_token,
         )
-        return decided.choices, [each.tokens for each in found]
+        return [tuple(row) for row in decided.choices.tolist()], [each.tokens for each in found]
 
-    def _conditions(self, questions: Sequence[Question], budgets_ms: Sequence[float]) -> Conditions:
-        """Every question under its own budget alone.
-
-        The network is told of a budget that it has met in training: beyond the largest, what was learned for that one
-        is better than a guess. The limit stays what the user has said.
-        """
+    def _conditions(
+        self, questions: Sequence[Question], promised_ms: Sequence[Table], limits_ms: Sequence[float]
+    ) -> Conditions:
+        """Every question under its own budget alone."""
+        config = replace(self.settings.budget, values=(limits_ms[0],), unit="ms")
         known = [self._cost(question) for question in questions]
-        limits = torch.tensor([max(ms, _SHORTEST_MS) for ms in budgets_ms], dtype=torch.float64)
-        config = replace(self.settings.budget, values=(float(limits[0]),), unit="ms")
-        made = conditions_of(questions, config, known, torch.arange(len(questions)), limits[:, None])
-        promised_ms = made.promised_ms(torch.arange(len(questions)))
-        trained_ms = torch.stack([in_ms(self.settings.budget, full.item()) for full in full_of(promised_ms)])
-        met_ms = limits.clamp(trained_ms.amin(1), trained_ms.amax(1))
-        return replace(made, budget_share=shares_of(promised_ms, met_ms[:, None]).flatten())
+        limits = torch.tensor(limits_ms, dtype=torch.float64)[:, None]
+        shares = [self._share(*each) for each in zip(promised_ms, limits_ms, strict=True)]
+        made = conditions_of(questions, config, known, torch.arange(len(questions)), limits)
+        return replace(made, budget_share=torch.tensor(shares, dtype=torch.float64))
+
+    def _share(self, promised_ms: Table, limit_ms: float) -> float:
+        """What the network is told of a budget: the nearest that it was trained on. Beyond the largest, what was
+        learned for that one is better than a guess; the limit stays what the user has said.
+        """
+        trained_ms = in_ms(self.settings.budget, full_of(promised_ms).item())
+        met_ms = torch.tensor(limit_ms, dtype=torch.float64).clamp(trained_ms.min(), trained_ms.max())
+        return shares_of(promised_ms[None], met_ms.view(1, 1)).item()
+
+    @property
+    def _guaranteed(self) -> bool:
+        return self.settings.budget.guaranteed
 
     def _cost(self, question: Question) -> Costs:
         """Estimates depend on the prompt's length alone, so they are kept."""

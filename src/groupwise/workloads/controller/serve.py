@@ -36,15 +36,17 @@ class Allowance:
     """What is held against the limit, for every configuration."""
 
 
+def allowance_under(promised_ms: Table, budget_ms: float, share: float, *, guaranteed: bool) -> Allowance:
+    """What a budget lets the controller choose from: everything, if it is only priced and something fits."""
+    free = not guaranteed and bool((promised_ms <= budget_ms).any())
+    return Allowance(torch.inf if free else budget_ms, share, promised_ms)
+
+
 def allowance_of(conditions: Conditions, row: int) -> Allowance:
-    """Of one condition: what its budget lets the controller choose from."""
-    rows = torch.tensor([row])
-    free = not conditions.config.guaranteed and not bool(conditions.impossible[row])
-    return Allowance(
-        limit_ms=torch.inf if free else float(conditions.budget_ms[row]),
-        share=float(conditions.budget_share[row]),
-        promised_ms=conditions.promised_ms(rows)[0],
-    )
+    """The same for one condition."""
+    (promised_ms,) = conditions.promised_ms(torch.tensor([row]))
+    budget_ms, share = float(conditions.budget_ms[row]), float(conditions.budget_share[row])
+    return allowance_under(promised_ms, budget_ms, share, guaranteed=conditions.config.guaranteed)
 
 
 @dataclass(frozen=True)
@@ -129,7 +131,8 @@ class Server:
             one, two = self.policy.stage_one, self.policy.stage_two
             encoded = self.policy.encoder(torch.tensor([share], device=self.device))
             first = gelu(one.budget(encoded)) @ one.join.weight[:, FIRST:].T + one.join.bias
-            self._budgets[share] = _numbers(first[0]), _numbers(two.token.bias + two.position.weight + two.budget(encoded))
+            second = two.token.bias + two.position.weight + two.budget(encoded)
+            self._budgets[share] = _numbers(first[0]), _numbers(second)
         return self._budgets[share]
 
 

@@ -133,9 +133,9 @@ def _pace(error: float) -> str:
         return ""
     slower = "slower" if error > 0 else "faster"
     return (
-        f"Answers with given knobs took {1 + error:.2f} times what was estimated: the machine is {slower} now than when it"
-        " was profiled, and budgets are kept by the estimate. See what else runs on it and evaluate again; if this pace"
-        " is here to stay, train with an estimator of `groupwise profile`."
+        f"Answers with given knobs took {1 + error:.2f} times what was estimated: the machine is {slower} now than when"
+        " it was profiled, and budgets are kept by the estimate. See what else runs on it and evaluate again; if it is"
+        " to stay so, train with an estimator of `groupwise profile`."
     )
 
 
