@@ -186,6 +186,27 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
     gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", estimator_anyway=True)
 
 
+def test_recalibrated_it_knows_the_pace_of_now(folder, adaptive):
+    """Its estimator comes from a machine that is hundreds of times slower."""
+    loaded, fitted = adaptive.loaded, priced(adaptive.loaded.model)
+    slow = replace(
+        fitted, prices={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.prices.items()}
+    )
+    estimator = KnobEstimator(slow, loaded.options, new_tokens=3)
+    own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
+    with pytest.raises(UserError, match="is below the cheapest configuration"):
+        own.generate(image(folder), "what", 500)
+    pace = own.recalibrate(60)
+    assert 0 < pace < 0.2
+    replies = [own.generate(image(folder), "what", 500) for _ in range(9)]
+    measured_ms = sorted(reply.measured.total_ms for reply in replies)[4]
+    assert measured_ms / 3 < replies[0].expected.total_ms < 3 * measured_ms
+    with pytest.raises(UserError, match="answers is 5: it must be at least 40"):
+        own.recalibrate(5)
+    with pytest.raises(UserError, match="by CountedWork, which knows no machine"):
+        adaptive.recalibrate()
+
+
 def test_a_controller_of_another_model_is_refused(folder, adaptive, tmp_path):
     adaptive.save_pretrained(tmp_path / "saved")
     other = llava()

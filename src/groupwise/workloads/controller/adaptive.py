@@ -22,11 +22,13 @@ from groupwise.meter.spans import Meter
 from groupwise.meter.timing import Timing
 from groupwise.workloads.checkpoints import AVERAGED_WEIGHTS, WEIGHTS, newest_good
 from groupwise.workloads.controller.asking import Picture, question_about, speller
+from groupwise.workloads.controller.chosen_estimator import recalibrated, typical_samples
 from groupwise.workloads.controller.conditions import Conditions, conditions_of, full_of, in_ms, shares_of
 from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
 from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, Table, costs
 from groupwise.workloads.controller.executor import Executor, Head, Prefix, Request
 from groupwise.workloads.controller.features import Features
+from groupwise.workloads.controller.knob_estimator import KnobEstimator
 from groupwise.workloads.controller.knobs import Knobs
 from groupwise.workloads.controller.loading import LoadedModel, load_model
 from groupwise.workloads.controller.policy import Policy
@@ -141,6 +143,22 @@ class AdaptiveModel:
     @property
     def policy(self) -> Policy:
         return self.controller.policy
+
+    def recalibrate(self, answers: int = 100) -> float:
+        """Time so many answers, so that budgets are kept at the pace that this machine has now.
+
+        Returns how many times as long a full answer takes as when the estimator was fitted.
+        """
+        known = self.settings.estimator
+        if not isinstance(known, KnobEstimator):
+            raise UserError(
+                f"This controller keeps its budgets by {type(known).__name__}, which knows no machine: there is nothing"
+                " to recalibrate. Load it with estimator=KnobEstimator(...), fitted by `groupwise profile`."
+            )
+        estimator, pace = recalibrated(known, self._executor, typical_samples(self.loaded), answers=answers)
+        self.settings = replace(self.settings, estimator=estimator)
+        self._costs.clear()
+        return pace
 
     def generate(self, image: Picture, question: str, budget_ms: float, *, best_effort: bool = False) -> Reply:
         """Answer within the budget. One that nothing fits is refused, or met by the cheapest knobs as a best effort."""

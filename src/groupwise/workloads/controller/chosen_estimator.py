@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, require
 from groupwise.meter.estimator import Estimator
+from groupwise.workloads.controller.adapter import Sample
+from groupwise.workloads.controller.config import FEWEST_FOR_A_QUANTILE
 from groupwise.workloads.controller.estimates import CountedWork, LatencyEstimator
 from groupwise.workloads.controller.executor import Executor
 from groupwise.workloads.controller.knob_estimator import KnobEstimator, work_identity
 from groupwise.workloads.controller.loading import LoadedModel
 from groupwise.workloads.controller.own_estimator import own_estimator
-from groupwise.workloads.controller.profile import profile
+from groupwise.workloads.controller.profile import profile, prompt_length
 from groupwise.workloads.controller.serving_timer import ServingTimer
 from groupwise.workloads.controller.subject import probes
 
 COUNTED, OWN = "counted", "own"
 OWN_SECONDS = 40.0
+_MOST_SECONDS = 600.0
 _QUESTION_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 
 
@@ -46,11 +50,29 @@ def chosen_estimator(
     return KnobEstimator(fitted, loaded.options, new_tokens=new_tokens)
 
 
+def recalibrated(
+    known: KnobEstimator, executor: Executor, samples: Sequence[Sample], *, answers: int
+) -> tuple[KnobEstimator, float]:
+    """Set right by so many answers of a controller, measured now; and how many times as long a full one takes since."""
+    require(answers >= FEWEST_FOR_A_QUANTILE, "answers", answers, f"at least {FEWEST_FOR_A_QUANTILE}")
+    options, tokens = executor.options, known.new_tokens
+    timer, seconds = ServingTimer(executor), _MOST_SECONDS
+    seen = profile(executor, samples, seconds=seconds, measurements=answers, new_tokens=tokens, timer=timer)
+    now = KnobEstimator(known.estimator.recalibrate(seen), options, new_tokens=tokens)
+    length = {options.full.tier: prompt_length(executor.adapter, samples[0], options.full.tier)}
+    then_ms, now_ms = (each.estimate(length, [options.full])[0].total_ms for each in (known, now))
+    return now, now_ms / then_ms
+
+
 def profiled_estimator(
     loaded: LoadedModel, *, seconds: float, new_tokens: int = 1, question_tokens: int = 32, quantile: float = 0.95
 ) -> Estimator:
     """Measure answers of a model in random settings for so long, as a controller gives them, and learn from them."""
-    samples = probes(loaded, question_tokens=[max(1, round(share * question_tokens)) for share in _QUESTION_SHARES])
-    executor = Executor(loaded.adapter, loaded.options)
+    executor, samples = Executor(loaded.adapter, loaded.options), typical_samples(loaded, question_tokens)
     seen = profile(executor, samples, seconds=seconds, new_tokens=new_tokens, timer=ServingTimer(executor))
     return Estimator.fit(seen, model=work_identity(loaded.model), quantile=quantile)
+
+
+def typical_samples(loaded: LoadedModel, question_tokens: int = 32) -> list[Sample]:
+    """To be timed: questions of about this many tokens."""
+    return probes(loaded, question_tokens=[max(1, round(share * question_tokens)) for share in _QUESTION_SHARES])

@@ -46,6 +46,10 @@ class BudgetConfig:
         return tuple(Budget(float(value), self.unit, self.span) for value in self.values)
 
 
+FEWEST_FOR_A_QUANTILE = 40
+"""Answers that an estimator must have seen to tell how far they stray."""
+
+
 @dataclass(frozen=True)
 class EvalConfig:
     """The final evaluation, `groupwise eval`."""
@@ -60,6 +64,9 @@ class EvalConfig:
     """Timed answers of every single configuration."""
     imitation_steps: int = 200
     """Steps to train the imitation of the oracle; 0 leaves it out."""
+    recalibration_answers: int = 200
+    """Answers to training questions that are timed beforehand, to set the estimator right for the pace that the machine
+    has now; 0 judges by the estimator as it is."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.eval.")
@@ -67,6 +74,8 @@ class EvalConfig:
         least = {"timed_answers": 1, "timed_answers_of_others": 1, "runs_of_singles": 1, "imitation_steps": 0}
         for name, number in least.items():
             require(getattr(self, name) >= number, f"workload.eval.{name}", getattr(self, name), f"at least {number}")
+        answers, rule = self.recalibration_answers, f"0, or at least {FEWEST_FOR_A_QUANTILE}"
+        require(answers == 0 or answers >= FEWEST_FOR_A_QUANTILE, "workload.eval.recalibration_answers", answers, rule)
 
 
 @dataclass(frozen=True)

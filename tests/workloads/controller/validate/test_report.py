@@ -11,14 +11,18 @@ import torch
 
 import groupwise as gw
 from groupwise.cli.main import main
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
 from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
 from groupwise.workloads.controller.executor import Request
+from groupwise.workloads.controller.knob_estimator import KnobEstimator
 from groupwise.workloads.controller.serve import Allowance, Server
 from groupwise.workloads.controller.validate.exam import make_exam
 from groupwise.workloads.controller.validate.imitation import imitate, labels
 from groupwise.workloads.controller.validate.methods import controlled
+from groupwise.workloads.controller.validate.report import at_the_pace_of_now
 from groupwise.workloads.controller.validate.tables import tables
+from workloads.controller.priced import priced
 from workloads.controller.small import EXECUTOR, SmallConfig, recipe
 from workloads.controller.tiny import OPTIONS
 
@@ -166,11 +170,34 @@ def test_times_are_measured_with_the_controllers_own_apart(evaluated):
 
 def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
     found = deepcopy(evaluated[1])
-    assert "faster now" in tables(found)[-1].note, "the tiny model's estimator counts work, and knows no machine"
+    assert found["pace_since_profile"] is None, "the tiny model's estimator counts work, and knows no machine"
     found["estimate"]["given_knobs"]["median_error"] = 0.38
-    assert "took 1.38 times what was estimated: the machine is slower now" in tables(found)[-1].note
+    assert "took 1.38 times what was estimated" in tables(found)[-1].note
     found["estimate"]["given_knobs"]["median_error"] = -0.03
     assert tables(found)[-1].note == ""
+    found["pace_since_profile"] = 1.41
+    assert "An answer takes 1.41 times as long as when this machine was profiled" in tables(found)[-1].note
+
+
+def test_it_judges_at_the_pace_that_the_machine_has_now():
+    """Profiled, as it says, on a machine that is hundreds of times slower."""
+    fitted = priced(EXECUTOR.adapter.model)
+    slow = replace(
+        fitted, prices={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.prices.items()}
+    )
+    plain = built(eval=replace(SETTINGS, recalibration_answers=60))
+    plain.task = replace(plain.task, estimator=KnobEstimator(slow, OPTIONS))
+    judged, pace = at_the_pace_of_now(plain)
+    assert 0 < pace < 0.2
+    asked = plain.task.questions[0].prompt_tokens, [OPTIONS.full]
+    (before,), (after,) = plain.task.estimator.estimate(*asked), judged.task.estimator.estimate(*asked)
+    assert after.total_ms == pytest.approx(pace * before.total_ms, rel=0.05)
+    assert judged.policy is plain.policy
+    assert at_the_pace_of_now(built())[1] is None
+    plain.config = replace(plain.config, eval=replace(SETTINGS, recalibration_answers=0))
+    assert at_the_pace_of_now(plain) == (plain, None)
+    with pytest.raises(UserError, match="recalibration_answers is 7: it must be 0, or at least 40"):
+        replace(SETTINGS, recalibration_answers=7)
 
 
 def test_a_task_without_test_questions_has_no_report(workload):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
 from functools import partial
 
+from groupwise.workloads.controller.chosen_estimator import recalibrated
 from groupwise.workloads.controller.decisions import Controller
+from groupwise.workloads.controller.knob_estimator import KnobEstimator
 from groupwise.workloads.controller.validate import methods
 from groupwise.workloads.controller.validate.clocked import Clock, sample_of
 from groupwise.workloads.controller.validate.exam import Exam, make_exam
@@ -31,6 +36,7 @@ _IMITATED = 3200
 
 def validate(workload: ControllerWorkload) -> Report:
     """Choose on the questions to choose on, judge on the test questions, time a sample of the answers."""
+    workload, pace = at_the_pace_of_now(workload)
     task, config = workload.task, workload.config.eval
     assert task.test is not None, "a task without test questions has no final evaluation"
     choose = make_exam(workload, task.choose() if task.choose else task.held_out)
@@ -45,12 +51,29 @@ def validate(workload: ControllerWorkload) -> Report:
     figures = {
         **overall(found),
         "choose_questions": len(choose.questions),
+        "pace_since_profile": pace,
         "budgets": by_budget(found),
         "controller_time": own_time(found),
         "estimate": estimate_errors(found),
         "singles": singles(found, repeated),
     }
     return Report(figures, tables(figures), {PICTURE: partial(draw, figures)})
+
+
+def at_the_pace_of_now(workload: ControllerWorkload) -> tuple[ControllerWorkload, float | None]:
+    """The same with an estimator that knows how fast the machine is now, and how many times as long a full answer takes
+    as when it was profiled; None where nothing was profiled, or nothing is to be measured.
+    """
+    task, answers = workload.task, workload.config.eval.recalibration_answers
+    if not answers or not isinstance(task.estimator, KnobEstimator):
+        return workload, None
+    samples = [
+        question.sample for question in random.Random(0).sample(task.questions, min(answers, len(task.questions)))
+    ]
+    estimator, pace = recalibrated(task.estimator, task.executor, samples, answers=answers)
+    judged = copy(workload)
+    judged.task = replace(task, estimator=estimator)
+    return judged, pace
 
 
 def controllers(workload: ControllerWorkload) -> dict[str, Controller]:

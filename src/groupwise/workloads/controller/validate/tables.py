@@ -24,7 +24,7 @@ NAMES = {
 }
 _STAGE_NAMES = {PREFILL: "prefill, with choosing", CONTROLLER: "  choosing"}
 _OTHER_PACE = 0.1
-"""Median error of the estimate from which on something must have happened to the machine."""
+"""From so large a difference on, something must have happened to the machine."""
 Figures = Mapping[str, Any]
 
 
@@ -124,19 +124,24 @@ def _headline(figures: Figures) -> ReportTable:
         ["controller's own time, p50", f"{own['p50_ms']:.2f} ms, {own['share_of_answer']:.1%} of the answers'"],
         ["what being controlled adds, p50", f"{own['added_p50_ms']:+.2f} ms"],
     ]
-    return ReportTable("Headline", ["", "test"], rows, _pace(figures["estimate"]["given_knobs"]["median_error"]))
+    return ReportTable("Headline", ["", "test"], rows, _pace(figures))
 
 
-def _pace(error: float) -> str:
-    """What to make of a machine that has changed since it was profiled; nothing if it has not."""
-    if abs(error) < _OTHER_PACE:
-        return ""
-    slower = "slower" if error > 0 else "faster"
-    return (
-        f"Answers with given knobs took {1 + error:.2f} times what was estimated: the machine is {slower} now than when"
-        " it was profiled, and budgets are kept by the estimate. See what else runs on it and evaluate again; if it is"
-        " to stay so, train with an estimator of `groupwise profile`."
-    )
+def _pace(figures: Figures) -> str:
+    """What to make of a machine that has changed; nothing if it has not."""
+    since, error = figures["pace_since_profile"], figures["estimate"]["given_knobs"]["median_error"]
+    told = []
+    if since is not None and abs(since - 1) >= _OTHER_PACE:
+        told.append(
+            f"An answer takes {since:.2f} times as long as when this machine was profiled; budgets and estimates above"
+            " are those of now."
+        )
+    if abs(error) >= _OTHER_PACE:
+        told.append(
+            f"While answers were timed they took {1 + error:.2f} times what was estimated: the machine has changed its"
+            " pace meanwhile. See what else runs on it, and evaluate again."
+        )
+    return " ".join(told)
 
 
 def _gap(figures: Figures, key: str) -> str:
