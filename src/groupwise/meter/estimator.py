@@ -99,6 +99,16 @@ class Estimator:
         )
         return scaled.at(self.quantile)
 
+    def pace(self, observations: Sequence[Observation]) -> float:
+        """How many times as long answers take, in the median, as is estimated."""
+        measured = np.array([observation.measured.total_ms for observation in observations])
+        return float(np.median(measured / self.predict_rows(columns_of(observations)).total_ms))
+
+    def knows_pace(self, pace: float) -> bool:
+        """Whether it lies within what single answers did when this was fitted, nine times in ten."""
+        low, high = np.quantile(self.ratios / np.median(self.ratios), (0.05, 0.95))
+        return bool(low <= pace <= high)
+
     def save(self, path: Path) -> None:
         """A JSON file, whole or not at all."""
         write(path, asdict(self) | {"ratios": self.ratios.tolist()})

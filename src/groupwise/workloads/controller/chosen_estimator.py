@@ -8,6 +8,7 @@ from pathlib import Path
 
 from groupwise.core.errors import UserError, require
 from groupwise.meter.estimator import Estimator
+from groupwise.meter.observation import Observation
 from groupwise.workloads.controller.adapter import Sample
 from groupwise.workloads.controller.config import FEWEST_FOR_A_QUANTILE
 from groupwise.workloads.controller.estimates import CountedWork, LatencyEstimator
@@ -15,7 +16,7 @@ from groupwise.workloads.controller.executor import Executor
 from groupwise.workloads.controller.knob_estimator import KnobEstimator, work_identity
 from groupwise.workloads.controller.loading import LoadedModel
 from groupwise.workloads.controller.own_estimator import own_estimator
-from groupwise.workloads.controller.profile import profile, prompt_length
+from groupwise.workloads.controller.profile import profile
 from groupwise.workloads.controller.serving_timer import ServingTimer
 from groupwise.workloads.controller.subject import probes
 
@@ -53,15 +54,21 @@ def chosen_estimator(
 def recalibrated(
     known: KnobEstimator, executor: Executor, samples: Sequence[Sample], *, answers: int
 ) -> tuple[KnobEstimator, float]:
-    """Set right by so many answers of a controller, measured now; and how many times as long a full one takes since."""
+    """Set right by so many answers of a controller, measured now; and how many times as long they take as estimated."""
     require(answers >= FEWEST_FOR_A_QUANTILE, "answers", answers, f"at least {FEWEST_FOR_A_QUANTILE}")
-    options, tokens = executor.options, known.new_tokens
-    timer, seconds = ServingTimer(executor), _MOST_SECONDS
-    seen = profile(executor, samples, seconds=seconds, measurements=answers, new_tokens=tokens, timer=timer)
-    now = KnobEstimator(known.estimator.recalibrate(seen), options, new_tokens=tokens)
-    length = {options.full.tier: prompt_length(executor.adapter, samples[0], options.full.tier)}
-    then_ms, now_ms = (each.estimate(length, [options.full])[0].total_ms for each in (known, now))
-    return now, now_ms / then_ms
+    seen = _served(known, executor, samples, answers)
+    now = KnobEstimator(known.estimator.recalibrate(seen), executor.options, new_tokens=known.new_tokens)
+    return now, known.estimator.pace(seen)
+
+
+def pace_now(known: KnobEstimator, executor: Executor, samples: Sequence[Sample]) -> float:
+    """How many times as long answers of a controller take now as is estimated: a short look."""
+    return known.estimator.pace(_served(known, executor, samples, FEWEST_FOR_A_QUANTILE))
+
+
+def _served(known: KnobEstimator, executor: Executor, samples: Sequence[Sample], answers: int) -> list[Observation]:
+    timer, tokens = ServingTimer(executor), known.new_tokens
+    return profile(executor, samples, seconds=_MOST_SECONDS, measurements=answers, new_tokens=tokens, timer=timer)
 
 
 def profiled_estimator(

@@ -65,8 +65,8 @@ class EvalConfig:
     imitation_steps: int = 200
     """Steps to train the imitation of the oracle; 0 leaves it out."""
     recalibration_answers: int = 200
-    """Answers to training questions that are timed beforehand, to set the estimator right for the pace that the machine
-    has now; 0 judges by the estimator as it is."""
+    """Answers to training questions that set the estimator right beforehand, if a short look finds that the machine is
+    at another pace than when it was profiled; 0 judges by the estimator as it is."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.eval.")

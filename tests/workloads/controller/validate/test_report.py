@@ -6,6 +6,7 @@ from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -175,8 +176,8 @@ def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
     assert "took 1.38 times what was estimated" in tables(found)[-1].note
     found["estimate"]["given_knobs"]["median_error"] = -0.03
     assert tables(found)[-1].note == ""
-    found["pace_since_profile"] = 1.41
-    assert "An answer takes 1.41 times as long as when this machine was profiled" in tables(found)[-1].note
+    found |= {"pace_since_profile": 1.41, "recalibrated": True}
+    assert "Answers took 1.41 times as long as when this machine was profiled" in tables(found)[-1].note
 
 
 def test_it_judges_at_the_pace_that_the_machine_has_now():
@@ -191,7 +192,13 @@ def test_it_judges_at_the_pace_that_the_machine_has_now():
     assert 0 < pace < 0.2
     asked = plain.task.questions[0].prompt_tokens, [OPTIONS.full]
     (before,), (after,) = plain.task.estimator.estimate(*asked), judged.task.estimator.estimate(*asked)
-    assert after.total_ms == pytest.approx(pace * before.total_ms, rel=0.05)
+    assert after.total_ms < 0.3 * before.total_ms
+    wide = replace(slow, ratios=np.repeat([0.0001, 1.0], [50, 70]))
+    plain.task = replace(plain.task, estimator=KnobEstimator(wide, OPTIONS))
+    same, again = at_the_pace_of_now(plain)
+    assert same is plain, "answers strayed as far when it was fitted"
+    assert 0 < again < 0.2
+    plain.task = replace(plain.task, estimator=KnobEstimator(slow, OPTIONS))
     assert judged.policy is plain.policy
     assert at_the_pace_of_now(built())[1] is None
     plain.config = replace(plain.config, eval=replace(SETTINGS, recalibration_answers=0))

@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from functools import partial
 
-from groupwise.workloads.controller.chosen_estimator import recalibrated
+from groupwise.workloads.controller.chosen_estimator import pace_now, recalibrated
 from groupwise.workloads.controller.decisions import Controller
 from groupwise.workloads.controller.knob_estimator import KnobEstimator
 from groupwise.workloads.controller.validate import methods
@@ -36,6 +36,7 @@ _IMITATED = 3200
 
 def validate(workload: ControllerWorkload) -> Report:
     """Choose on the questions to choose on, judge on the test questions, time a sample of the answers."""
+    profiled = workload.task.estimator
     workload, pace = at_the_pace_of_now(workload)
     task, config = workload.task, workload.config.eval
     assert task.test is not None, "a task without test questions has no final evaluation"
@@ -52,6 +53,7 @@ def validate(workload: ControllerWorkload) -> Report:
         **overall(found),
         "choose_questions": len(choose.questions),
         "pace_since_profile": pace,
+        "recalibrated": task.estimator is not profiled,
         "budgets": by_budget(found),
         "controller_time": own_time(found),
         "estimate": estimate_errors(found),
@@ -61,15 +63,19 @@ def validate(workload: ControllerWorkload) -> Report:
 
 
 def at_the_pace_of_now(workload: ControllerWorkload) -> tuple[ControllerWorkload, float | None]:
-    """The same with an estimator that knows how fast the machine is now, and how many times as long a full answer takes
-    as when it was profiled; None where nothing was profiled, or nothing is to be measured.
+    """The same with an estimator that is right for how fast the machine is now, and how many times as long answers take
+    as it thought; None where nothing was profiled, or nothing is to be measured.
+
+    An estimator is kept if single answers strayed as far when it was fitted: it has seen more than a short look has.
     """
     task, answers = workload.task, workload.config.eval.recalibration_answers
     if not answers or not isinstance(task.estimator, KnobEstimator):
         return workload, None
-    samples = [
-        question.sample for question in random.Random(0).sample(task.questions, min(answers, len(task.questions)))
-    ]
+    asked = random.Random(0).sample(task.questions, min(answers, len(task.questions)))
+    samples = [question.sample for question in asked]
+    pace = pace_now(task.estimator, task.executor, samples)
+    if task.estimator.estimator.knows_pace(pace):
+        return workload, pace
     estimator, pace = recalibrated(task.estimator, task.executor, samples, answers=answers)
     judged = copy(workload)
     judged.task = replace(task, estimator=estimator)

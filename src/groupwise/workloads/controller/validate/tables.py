@@ -24,7 +24,7 @@ NAMES = {
 }
 _STAGE_NAMES = {PREFILL: "prefill, with choosing", CONTROLLER: "  choosing"}
 _OTHER_PACE = 0.1
-"""From so large a difference on, something must have happened to the machine."""
+"""Median error of the estimate from which on something must have happened to the machine."""
 Figures = Mapping[str, Any]
 
 
@@ -131,10 +131,10 @@ def _pace(figures: Figures) -> str:
     """What to make of a machine that has changed; nothing if it has not."""
     since, error = figures["pace_since_profile"], figures["estimate"]["given_knobs"]["median_error"]
     told = []
-    if since is not None and abs(since - 1) >= _OTHER_PACE:
+    if figures["recalibrated"]:
         told.append(
-            f"An answer takes {since:.2f} times as long as when this machine was profiled; budgets and estimates above"
-            " are those of now."
+            f"Answers took {since:.2f} times as long as when this machine was profiled: budgets and estimates above are"
+            " those of now."
         )
     if abs(error) >= _OTHER_PACE:
         told.append(
