@@ -202,6 +202,14 @@ def test_100_measurements_recalibrate_for_another_machine(fitted, seed):
     assert healed.predict(features(7, 14, 6)).stages_ms[VISION] == pytest.approx(13, rel=0.1)
 
 
+def test_a_pace_is_known_if_single_answers_have_strayed_as_far(fitted):
+    exact = replace(fitted, ratios=np.linspace(0.8, 1.2, 41))  # nine in ten within 0.82 and 1.18
+    same, slower = (measure(30, factors=(factor,) * 3) for factor in (1.0, 1.5))
+    assert exact.pace(same) == pytest.approx(1, abs=0.03)
+    assert exact.pace(slower) == pytest.approx(1.5 * exact.pace(same))
+    assert [exact.knows_pace(pace) for pace in (0.8, 0.83, 1.0, 1.17, 1.2)] == [False, True, True, True, False]
+
+
 def test_what_cannot_be_learnt_from_is_refused(fitted):
     seen = measure(100)
     with pytest.raises(UserError, match="There are no observations"):

@@ -14,7 +14,7 @@ from groupwise.meter.calibration import Ratios, conformal, unseen_ratios
 from groupwise.meter.estimator_file import read, write
 from groupwise.meter.latency import Estimated
 from groupwise.meter.machine import Machine, current_machine
-from groupwise.meter.observation import Columns, Features, Observation, check_observations, columns_of, shape_of
+from groupwise.meter.observation import Columns, Features, Observation, check_observations, columns_of, shape_of, total_ms
 from groupwise.meter.prices import CONSTANT, Prices, fit_prices, scale_prices, stages_at
 
 
@@ -101,8 +101,7 @@ class Estimator:
 
     def pace(self, observations: Sequence[Observation]) -> float:
         """How many times as long answers take, in the median, as is estimated."""
-        measured = np.array([observation.measured.total_ms for observation in observations])
-        return float(np.median(measured / self.predict_rows(columns_of(observations)).total_ms))
+        return float(np.median(total_ms(observations) / self.predict_rows(columns_of(observations)).total_ms))
 
     def knows_pace(self, pace: float) -> bool:
         """Whether it lies within what single answers did when this was fitted, nine times in ten."""
