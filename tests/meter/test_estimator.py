@@ -202,12 +202,19 @@ def test_100_measurements_recalibrate_for_another_machine(fitted, seed):
     assert healed.predict(features(7, 14, 6)).stages_ms[VISION] == pytest.approx(13, rel=0.1)
 
 
-def test_a_pace_is_known_if_single_answers_have_strayed_as_far(fitted):
-    exact = replace(fitted, ratios=np.linspace(0.8, 1.2, 41))  # nine in ten within 0.82 and 1.18
-    same, slower = (measure(30, factors=(factor,) * 3) for factor in (1.0, 1.5))
-    assert exact.pace(same) == pytest.approx(1, abs=0.03)
-    assert exact.pace(slower) == pytest.approx(1.5 * exact.pace(same))
-    assert [exact.knows_pace(pace) for pace in (0.8, 0.83, 1.0, 1.17, 1.2)] == [False, True, True, True, False]
+def test_an_estimator_holds_until_too_many_answers_exceed_it_or_most_are_faster_than_ever():
+    exact = Estimator.fit(measure(200), model="tiny", machine=HERE)
+    exact = replace(exact, ratios=np.linspace(0.8, 1.2, 401))  # one in twenty below 0.82, one in twenty above 1.18
+    same = measure(40)
+    assert exact.pace(same) == pytest.approx(1, abs=1e-6)
+    assert exact.pace(measure(40, factors=(1.5,) * 3)) == pytest.approx(1.5, abs=1e-6)
+
+    def holds(slow, factor):
+        """40 answers, some of which are slow."""
+        return exact.still_holds([*measure(slow, factors=(factor,) * 3), *same[slow:]])
+
+    assert [holds(slow, 1.25) for slow in (0, 6, 7)] == [True, True, False]
+    assert [holds(40, factor) for factor in (0.81, 0.83, 1.17)] == [False, True, True]
 
 
 def test_what_cannot_be_learnt_from_is_refused(fitted):

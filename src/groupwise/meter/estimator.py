@@ -14,7 +14,15 @@ from groupwise.meter.calibration import Ratios, conformal, unseen_ratios
 from groupwise.meter.estimator_file import read, write
 from groupwise.meter.latency import Estimated
 from groupwise.meter.machine import Machine, current_machine
-from groupwise.meter.observation import Columns, Features, Observation, check_observations, columns_of, shape_of, total_ms
+from groupwise.meter.observation import (
+    Columns,
+    Features,
+    Observation,
+    check_observations,
+    columns_of,
+    shape_of,
+    total_ms,
+)
 from groupwise.meter.prices import CONSTANT, Prices, fit_prices, scale_prices, stages_at
 
 
@@ -103,10 +111,13 @@ class Estimator:
         """How many times as long answers take, in the median, as is estimated."""
         return float(np.median(total_ms(observations) / self.predict_rows(columns_of(observations)).total_ms))
 
-    def knows_pace(self, pace: float) -> bool:
-        """Whether it lies within what single answers did when this was fitted, nine times in ten."""
-        low, high = np.quantile(self.ratios / np.median(self.ratios), (0.05, 0.95))
-        return bool(low <= pace <= high)
+    def still_holds(self, observations: Sequence[Observation]) -> bool:
+        """Whether answers keep to it: no more than three times as many as it says exceed its high quantile, and half of
+        them are not faster than all but one in twenty were when it was fitted.
+        """
+        above = total_ms(observations) > self.predict_rows(columns_of(observations)).high_ms
+        fastest = np.quantile(self.ratios, 0.05) / np.median(self.ratios)
+        return bool(above.mean() <= 3 * (1 - self.quantile) and self.pace(observations) >= fastest)
 
     def save(self, path: Path) -> None:
         """A JSON file, whole or not at all."""

@@ -37,6 +37,13 @@ def olmoe(**changes: Any) -> Any:
     return _made(transformers.OlmoeConfig(**{**SMALL, **experts, **changes}))
 
 
+def qwen3_moe(**changes: Any) -> Any:
+    """Of Llama's build but for its experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    heads = {"num_key_value_heads": 2, "head_dim": 16}
+    return _made(transformers.Qwen3MoeConfig(**{**SMALL, **experts, **heads, **changes}))
+
+
 def gpt2() -> Any:
     """It normalises in the dtype it computes in, so float64 stays float64 throughout."""
     return _made(
@@ -46,7 +53,7 @@ def gpt2() -> Any:
     )
 
 
-FAMILIES = {"llama": llama, "qwen3": qwen3, "olmoe": olmoe, "gpt2": gpt2}
+FAMILIES = {"llama": llama, "qwen3": qwen3, "olmoe": olmoe, "qwen3_moe": qwen3_moe, "gpt2": gpt2}
 
 
 def _made(config: Any, spread: float = 0.3) -> Any:

@@ -60,7 +60,7 @@ def test_the_gradient_is_that_of_the_plain_computation_to_1e_9_in_float64(sampli
     assert_same_gradient(both(gpt2().double()), sampling, 1e-9)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmoe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmoe", "qwen3_moe"])
 def test_families_that_cast_inside_agree_to_1e_6(family):
     assert_same_gradient(both(FAMILIES[family]().double()), FREE, 1e-6)
 

@@ -14,7 +14,7 @@ from groupwise.workloads.chat.packed import pack
 from groupwise.workloads.chat.pieces import normalised, rotated, rotation
 from groupwise.workloads.chat.policy import make_policy
 from groupwise.workloads.chat.sharing import OwnForward
-from workloads.chat.models import FAMILIES, llama, qwen3
+from workloads.chat.models import FAMILIES, llama, qwen3, qwen3_moe
 
 
 def forward_of(policy):
@@ -24,7 +24,7 @@ def forward_of(policy):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_llamas_build_take_it_and_others_compute_as_before(family):
     policy = make_policy(FAMILIES[family](), PolicyConfig(path="shared"))
-    assert forward_of(policy) is (LeanForward if family in ("llama", "qwen3") else OwnForward)
+    assert forward_of(policy) is (LeanForward if family in ("llama", "qwen3", "qwen3_moe") else OwnForward)
 
 
 def test_adapters_and_gradient_checkpointing_take_it_too():
@@ -72,7 +72,7 @@ def test_a_copy_of_a_policy_computes_with_its_own_weights():
     assert twin.hidden(*asked).abs().max() == 0
 
 
-@pytest.mark.parametrize("make", [llama, qwen3])
+@pytest.mark.parametrize("make", [llama, qwen3, qwen3_moe])
 def test_hidden_states_and_gradients_are_those_of_the_models_own_forward(make):
     policy = make_policy(make(), PolicyConfig())
     packed = pack([[3, 4, 5], [6, 7]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)

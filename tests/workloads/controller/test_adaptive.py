@@ -33,6 +33,7 @@ from workloads.controller.tiny_folders import llava, save_llava
 from workloads.controller.tiny_vqa import file_name, write_vqa
 
 CPU = torch.device("cpu")
+ROW = torch.tensor([0])
 BUDGETS_MS = (4.2, 4.6, 5.0, 5.5, 6.0, 30.0)
 
 
@@ -89,34 +90,61 @@ def image(folder, number=100):
     return folder / "data" / "images" / file_name(number)
 
 
-def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively):
-    """As the workload decides, which reads every latency token of every tier; told of the nearest trained budget."""
+@pytest.mark.parametrize("respect", ["guarantee", "penalty"])
+def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively, respect):
+    """As the workload decides, which reads every latency token of every tier."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
+    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.0, 1.0)), lively.policy)
     question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
-    every = workload.task.estimator.estimate(question.prompt_tokens, [*workload.options.all()])
-    full_ms = max(each.high_ms for each in every)
     chosen = []
     for budget_ms in BUDGETS_MS:
-        reply = lively.generate(image(folder), "what is this", budget_ms=budget_ms)
-        alone, met = (
-            make_conditions(
-                [question], workload.task.estimator, workload.options, BudgetConfig(values=(value,), unit="ms")
-            )
-            for value in (budget_ms, min(max(budget_ms, 0.6 * full_ms), 1.2 * full_ms))
-        )
-        conditions = replace(alone, budget_share=met.budget_share)
-        decided = workload.controller.decide(conditions, torch.tensor([0]), greedy)
+        reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
+        decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy)
         assert [reply.knobs] == knobs_of(workload.options, decided.choices)
-        assert reply.fits
-        assert reply.expected.high_ms <= budget_ms
+        assert reply.fits == (reply.expected.high_ms <= budget_ms) or respect == "penalty"
+        assert reply.fits or respect == "penalty"
         assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
         (cold,), _ = workload.task.executor.answer([Request(question.sample, reply.knobs)], max_new_tokens=3)
         assert reply.answer == workload.task.spell(cold.tokens)
         assert reply.measured.decode_steps == 2
         assert reply.measured.total_ms == pytest.approx(sum(reply.measured.stages_ms.values()))
         chosen.append(reply.knobs)
-    assert len(set(chosen)) > 3
+    assert len(set(chosen)) > (3 if respect == "guarantee" else 1)
+
+
+@pytest.mark.parametrize(("respect", "told"), [("guarantee", (0.3, 0.5)), ("penalty", (0.0, 0.5))])
+def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively, respect, told):
+    """Under a penalty a smaller one is told as it is: nothing but the network would keep it."""
+    workload = recipe(folder).workload.build(CPU)
+    workload.policy.load_state_dict(lively.policy.state_dict())
+    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.3, 0.5)), lively.policy)
+    question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    differs = 0
+    for budget_ms in BUDGETS_MS:
+        reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
+        alone = asked_alone(workload, question, budget_ms, respect)
+        nearest = replace(alone, budget_share=alone.budget_share.clamp(*told))
+        decided = workload.controller.decide(nearest, ROW, greedy)
+        assert [reply.knobs] == knobs_of(workload.options, decided.choices)
+        differs += not torch.equal(decided.choices, workload.controller.decide(alone, ROW, greedy).choices)
+    assert differs
+
+
+def with_budgets(settings, respect, shares):
+    return replace(settings, budget=replace(settings.budget, respect=respect), trained_shares=shares)
+
+
+def asked_alone(workload, question, budget_ms, respect):
+    config = BudgetConfig(values=(budget_ms,), unit="ms", respect=respect)
+    return make_conditions([question], workload.task.estimator, workload.options, config)
+
+
+def test_a_trained_controller_knows_its_budgets(folder, adaptive):
+    training = recipe(folder).workload.build(CPU).training
+    low, high = training.budget_share.min().item(), training.budget_share.max().item()
+    assert adaptive.settings.trained_shares == (low, high)
+    assert 0 < low < high == 1
 
 
 def test_a_run_gives_its_newest_averaged_weights(folder, adaptive):

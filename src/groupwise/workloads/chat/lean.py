@@ -35,7 +35,8 @@ class LeanForward:
         turn = rotation(*self.model.rotary_emb(hidden, position_ids=positions))
         hidden = hidden.flatten(0, 1)  # products of matrices need no thought about further axes
         for layer in self.layers:
-            told = hidden, turn, layout, layout.predicting if layer is self.layers[-1] else None
+            wanted = layout.predicting if layer is self.layers[-1] else None
+            told = hidden, turn, layout, wanted
             if layer.module.training and torch.is_grad_enabled():  # transformers' sign for gradient checkpointing
                 hidden = checkpoint(layer, *told, use_reentrant=False)
             else:

@@ -48,7 +48,7 @@ def _lean_if_equal(causal_lm: Any, plain: Tensor) -> Forward | None:
         return None
     try:
         shared, _ = _computed_together(causal_lm, lean)
-    except (TypeError, RuntimeError, AttributeError):  # of Llama's build by its names only
+    except (TypeError, RuntimeError, AttributeError, IndexError):  # of Llama's build by its names only
         return None
     return lean if _agree(shared, plain) else None
 

@@ -23,7 +23,7 @@ from groupwise.meter.timing import Timing
 from groupwise.workloads.checkpoints import AVERAGED_WEIGHTS, WEIGHTS, newest_good
 from groupwise.workloads.controller.asking import Picture, question_about, speller
 from groupwise.workloads.controller.chosen_estimator import recalibrated, typical_samples
-from groupwise.workloads.controller.conditions import Conditions, conditions_of, full_of, in_ms, shares_of
+from groupwise.workloads.controller.conditions import Conditions, conditions_of, shares_of
 from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
 from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, Table, costs
 from groupwise.workloads.controller.executor import Executor, Head, Prefix, Request
@@ -147,7 +147,7 @@ class AdaptiveModel:
     def recalibrate(self, answers: int = 100) -> float:
         """Time so many answers, so that budgets are kept at the pace that this machine has now.
 
-        Returns how many times as long a full answer takes as when the estimator was fitted.
+        Returns how many times as long they took as was estimated.
         """
         known = self.settings.estimator
         if not isinstance(known, KnobEstimator):
@@ -236,11 +236,12 @@ class AdaptiveModel:
 
     def _share(self, promised_ms: Table, limit_ms: float) -> float:
         """What the network is told of a budget: the nearest that it was trained on. Beyond the largest, what was
-        learned for that one is better than a guess; the limit stays what the user has said.
+        learned for that one is better than a guess. A smaller one is told as it is where nothing but the network keeps
+        it; else the limit does.
         """
-        trained_ms = in_ms(self.settings.budget, full_of(promised_ms).item())
-        met_ms = torch.tensor(limit_ms, dtype=torch.float64).clamp(trained_ms.min(), trained_ms.max())
-        return shares_of(promised_ms[None], met_ms.view(1, 1)).item()
+        share = shares_of(promised_ms[None], torch.tensor([[limit_ms]], dtype=torch.float64)).item()
+        smallest, largest = self.settings.trained_shares
+        return min(max(share, smallest) if self._guaranteed else share, largest)
 
     @property
     def _guaranteed(self) -> bool:

@@ -61,9 +61,10 @@ def recalibrated(
     return now, known.estimator.pace(seen)
 
 
-def pace_now(known: KnobEstimator, executor: Executor, samples: Sequence[Sample]) -> float:
-    """How many times as long answers of a controller take now as is estimated: a short look."""
-    return known.estimator.pace(_served(known, executor, samples, FEWEST_FOR_A_QUANTILE))
+def pace_now(known: KnobEstimator, executor: Executor, samples: Sequence[Sample]) -> tuple[float, bool]:
+    """A short look: how many times as long answers of a controller take now as is estimated; whether it still holds."""
+    seen = _served(known, executor, samples, FEWEST_FOR_A_QUANTILE)
+    return known.estimator.pace(seen), known.estimator.still_holds(seen)
 
 
 def _served(known: KnobEstimator, executor: Executor, samples: Sequence[Sample], answers: int) -> list[Observation]:

@@ -107,7 +107,7 @@ def make_conditions(
     found = [costs(estimator, options, dict(zip(options.crops, each, strict=True)), config.span) for each in distinct]
     table = torch.tensor([distinct[length] for length in lengths])
     full_ms = [full_of(each.promised_ms(guaranteed=config.guaranteed)).item() for each in found]
-    budget_ms = torch.stack([in_ms(config, full_ms[nth]) for nth in table.tolist()])
+    budget_ms = torch.stack([_in_ms(config, full_ms[nth]) for nth in table.tolist()])
     made = conditions_of(questions, config, found, table, budget_ms)
     if made.impossible.any() and config.on_impossible == "refuse":
         raise made.refusal(int(made.impossible.nonzero()[0]))
@@ -147,6 +147,5 @@ def condition_id(index: int, question: Question, budget: Budget, budget_ms: floa
     return group_id(index, question.sample.name, question.text, budget_ms, budget.span)
 
 
-def in_ms(config: BudgetConfig, full_ms: float) -> Float[Tensor, " budgets"]:
-    """The budgets for a question whose full configuration is promised to take so long."""
+def _in_ms(config: BudgetConfig, full_ms: float) -> Float[Tensor, " budgets"]:
     return torch.tensor([budget.in_ms(full_ms) for budget in config.budgets], dtype=torch.float64)

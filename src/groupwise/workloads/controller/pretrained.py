@@ -15,6 +15,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.chosen_estimator import COUNTED, chosen_estimator
+from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.estimates import CountedWork, LatencyEstimator
 from groupwise.workloads.controller.knob_estimator import KnobEstimator
@@ -42,13 +43,23 @@ class Settings:
     max_new_tokens: int
     stop_token: int | None
     estimator: LatencyEstimator
+    trained_shares: tuple[float, float] = (0.0, 1.0)
+    """The smallest and the largest budget that it was trained on, between the cheapest configuration and the full."""
 
 
-def settings_of(task: Task, budget: BudgetConfig, width: int) -> Settings:
-    """Of a controller that is trained on a task whose model can be loaded again."""
+def settings_of(task: Task, conditions: Conditions, width: int) -> Settings:
+    """Of a controller that is trained under these conditions, on a task whose model can be loaded again."""
     assert task.source is not None
-    options = task.executor.options
-    return Settings(task.source, width, options, budget, task.max_new_tokens, task.stop_token, task.estimator)
+    return Settings(
+        source=task.source,
+        width=width,
+        options=task.executor.options,
+        budget=conditions.config,
+        max_new_tokens=task.max_new_tokens,
+        stop_token=task.stop_token,
+        estimator=task.estimator,
+        trained_shares=(conditions.budget_share.min().item(), conditions.budget_share.max().item()),
+    )
 
 
 def files_of(settings: Settings) -> dict[str, bytes]:
@@ -68,6 +79,7 @@ def files_of(settings: Settings) -> dict[str, bytes]:
         "width": settings.width,
         "options": asdict(settings.options),
         "budget": asdict(settings.budget),
+        "trained_shares": settings.trained_shares,
         "max_new_tokens": settings.max_new_tokens,
         "stop_token": settings.stop_token,
         "estimator": described,
@@ -119,7 +131,16 @@ def settings_from(
     if estimator is None:
         estimator = _estimator(folder, config, loaded, options, anyway=anyway)
     budget = BudgetConfig(**{name: _tuple(value) for name, value in config["budget"].items()})
-    return Settings(source, config["width"], options, budget, config["max_new_tokens"], config["stop_token"], estimator)
+    return Settings(
+        source=source,
+        width=config["width"],
+        options=options,
+        budget=budget,
+        max_new_tokens=config["max_new_tokens"],
+        stop_token=config["stop_token"],
+        estimator=estimator,
+        trained_shares=_tuple(config.get("trained_shares", [0.0, 1.0])),
+    )
 
 
 def source_of(config: Mapping[str, Any]) -> Source:

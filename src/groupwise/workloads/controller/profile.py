@@ -76,7 +76,8 @@ def profile(
     observations = []
     warm_up(executor, samples, new_tokens)
     pairs = [replace(pair, new_tokens=chance.randint(1, new_tokens)) for pair in _pairs(executor, samples, chance)]
-    for pair in _within(seconds, islice(_passes(pairs[:configurations], chance), measurements)):
+    told = f"profiling answers for up to {seconds:.0f} s" if measurements is None else f"timing {measurements} answers"
+    for pair in _within(seconds, islice(_passes(pairs[:configurations], chance), measurements), told):
         length = prompt_length(executor.adapter, pair.sample, pair.knobs.tier)
         features = work.features(pair.knobs, prompt_tokens=length, new_tokens=pair.new_tokens)
         measured = timer(executor, Request(pair.sample, pair.knobs), pair.new_tokens)
@@ -108,11 +109,11 @@ def _passes(pairs: Sequence[_Pair], chance: random.Random) -> Iterator[_Pair]:
         yield from chance.sample(pairs, len(pairs))
 
 
-def _within(seconds: float, pairs: Iterator[_Pair]) -> Iterator[_Pair]:
+def _within(seconds: float, pairs: Iterator[_Pair], told: str) -> Iterator[_Pair]:
     """Go on until the time is over; a bar shows how far it is."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
-        console.print(f"profiling answers for up to {seconds:.0f} s", highlight=False)
+        console.print(told, highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task, begun = progress.add_task("profiling", total=seconds), time.perf_counter()
         for pair in pairs:

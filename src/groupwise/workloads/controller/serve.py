@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from copy import deepcopy
 from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor, nn
-from torch.nn.functional import gelu
+from torch import Tensor
+from torch.nn.functional import gelu, linear
 
 from groupwise.workloads.controller.adapter import Sample
 from groupwise.workloads.controller.conditions import Conditions
@@ -20,7 +21,7 @@ from groupwise.workloads.controller.executor import Request
 from groupwise.workloads.controller.knobs import Knobs
 from groupwise.workloads.controller.policy import FIRST, SECOND, Head
 
-Numbers = Float[np.ndarray, "..."]
+Values = Float[np.ndarray, " values"]
 _ROOT_OF_HALF = np.float32(sqrt(0.5))
 
 
@@ -69,18 +70,18 @@ class Server:
     """A trained controller made ready for single requests: its weights as they are now, and budgets it has met.
 
     The choice is the network's own. What depends on the budget alone is computed once for each budget, heads are
-    joined, and numpy does the rest: at this size time is a matter of the number of calls and of what each costs, and an
-    accelerator would be waited for.
+    joined, and the rest is done by the processor in as few and cheap calls as can be: at this size they are what takes
+    time, and an accelerator would be waited for.
     """
 
     def __init__(self, controller: Controller, *, max_new_tokens: int = 1, stop_token: int | None = None):
-        self.features, self.policy, self.device = controller.features, controller.policy, controller.device
-        self.executor, self.max_new_tokens, self.stop_token = self.features.executor, max_new_tokens, stop_token
+        self.features, self.executor = controller.features, controller.features.executor
+        self.max_new_tokens, self.stop_token = max_new_tokens, stop_token
+        self.policy = deepcopy(controller.policy).requires_grad_(False).float().cpu()
         one, two = self.policy.stage_one, self.policy.stage_two
-        self._prompt, self._token, self._join = _affine(one.prompt), _affine(two.token), _affine(two.join)
-        self._join_prompt = _numbers(one.join.weight[:, :FIRST].T)
+        self._join_prompt, self._join_budget = (part.contiguous() for part in one.join.weight.split(FIRST, dim=1))
         self._first, self._second = _joined(one.tier, one.insertion, FIRST), _joined(two.top_k, two.blocks, SECOND)
-        self._budgets: dict[float, tuple[Numbers, Numbers]] = {}
+        self._budgets: dict[float, tuple[Tensor, Tensor]] = {}
 
     @torch.inference_mode()
     def serve(self, sample: Sample, allowance: Allowance) -> Served:
@@ -114,59 +115,53 @@ class Server:
         )
         return Served(answer.tokens, request.knobs, tuple(choices), chosen_at - begun, stage_two_ms)
 
-    def _stage_one(self, question: tuple[int, ...], share: float) -> list[Numbers]:
-        weight, bias = self._prompt
-        prompt = _even(self.features.embed(torch.tensor(question)).numpy())
-        hidden = _gelu(_gelu(prompt @ weight + bias) @ self._join_prompt + self._prepared(share)[0])
-        return _scores(hidden, self._first, self.policy.stage_one.tier.options)
+    def _stage_one(self, question: tuple[int, ...], share: float) -> list[Values]:
+        stage, prompt = self.policy.stage_one, _even(self.features.embed(torch.tensor(question)).numpy())
+        seen = _gelu(_times(stage.prompt.weight, prompt, stage.prompt.bias))
+        hidden = _gelu(_times(self._join_prompt, seen, self._prepared(share)[0]))
+        return _halves(_times(self._first[0], hidden, self._first[1]), stage.tier.options)
 
-    def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[Numbers]:
-        weight, bias = self._join
-        mixed = _gelu(_even(token.float().numpy(force=True)) @ self._token[0] + self._prepared(share)[1][position])
-        return _scores(_gelu(mixed @ weight + bias), self._second, self.policy.stage_two.top_k.options)
+    def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[Values]:
+        stage, seen = self.policy.stage_two, _even(token.float().numpy(force=True))
+        mixed = _gelu(_times(stage.token.weight, seen, self._prepared(share)[1][position]))
+        hidden = _gelu(_times(stage.join.weight, mixed, stage.join.bias))
+        return _halves(_times(self._second[0], hidden, self._second[1]), stage.top_k.options)
 
-    def _prepared(self, share: float) -> tuple[Numbers, Numbers]:
+    def _prepared(self, share: float) -> tuple[Tensor, Tensor]:
         """What a budget adds to the first stage's second layer, and to the second stage's first at every position."""
         if share not in self._budgets:
             one, two = self.policy.stage_one, self.policy.stage_two
-            encoded = self.policy.encoder(torch.tensor([share], device=self.device))
-            first = gelu(one.budget(encoded)) @ one.join.weight[:, FIRST:].T + one.join.bias
-            second = two.token.bias + two.position.weight + two.budget(encoded)
-            self._budgets[share] = _numbers(first[0]), _numbers(second)
+            encoded = self.policy.encoder(torch.tensor([share]))
+            first = linear(gelu(one.budget(encoded)), self._join_budget, one.join.bias)[0]
+            self._budgets[share] = first, two.token.bias + two.position.weight + two.budget(encoded)
         return self._budgets[share]
 
 
-def _numbers(weights: Tensor) -> Numbers:
-    """As they are now, on the CPU."""
-    return np.array(weights.detach().float().cpu().numpy(), order="C")
-
-
-def _affine(layer: nn.Linear) -> tuple[Numbers, Numbers]:
-    """To be multiplied from the right, and added."""
-    return _numbers(layer.weight.T), _numbers(layer.bias)
-
-
-def _joined(one: Head, other: Head, width: int) -> tuple[Numbers, Numbers]:
+def _joined(one: Head, other: Head, width: int) -> tuple[Tensor, Tensor]:
     """Two heads as one; a single option scores 0."""
-    nothing = np.zeros((width, 1), np.float32), np.zeros(1, np.float32)
-    parts = [nothing if head.linear is None else _affine(head.linear) for head in (one, other)]
+    nothing = torch.zeros(1, width), torch.zeros(1)
+    parts = [nothing if head.linear is None else (head.linear.weight, head.linear.bias) for head in (one, other)]
     weights, biases = zip(*parts, strict=True)
-    return np.concatenate(weights, axis=1), np.concatenate(biases)
+    return torch.cat(weights), torch.cat(biases)
 
 
-def _scores(hidden: Numbers, heads: tuple[Numbers, Numbers], first: int) -> list[Numbers]:
+def _times(weight: Float[Tensor, "out in"], values: Values, bias: Float[Tensor, " out"]) -> Values:
+    """Torch's product, for its threads: numpy's would take as many as there are."""
+    return torch.addmv(bias, weight, torch.from_numpy(values)).numpy()
+
+
+def _halves(scores: Values, first: int) -> list[Values]:
     """Of two decisions, the first with so many options."""
-    found = hidden @ heads[0] + heads[1]
-    return [found[:first], found[first:]]
+    return [scores[:first], scores[first:]]
 
 
-def _even(features: Numbers) -> Numbers:
+def _even(features: Values) -> Values:
     """`policy.even` of one row."""
     rest = features - features.mean()
     return rest / np.float32(sqrt(rest @ rest / len(rest) + 1e-5))
 
 
-def _gelu(values: Numbers) -> Numbers:
+def _gelu(values: Values) -> Values:
     return values * (0.5 + 0.5 * torch.erf(torch.from_numpy(values * _ROOT_OF_HALF)).numpy())
 
 
@@ -179,7 +174,7 @@ def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks t
     return fits.transpose(ORDER)
 
 
-def _settle(scores: Numbers, fits: np.ndarray, choices: list[int]) -> np.ndarray:
+def _settle(scores: Values, fits: np.ndarray, choices: list[int]) -> np.ndarray:
     """Choose the likeliest option that some completion of fits; what is left after it."""
     offered = fits.reshape(len(fits), -1).any(1)
     best = int(np.where(offered, scores, -np.inf).argmax())

@@ -40,5 +40,6 @@ class ServingTimer:
         promised = torch.full((len(self._number),), torch.inf, dtype=torch.float64)
         promised[self._number[request.knobs]] = 1.0
         only = Allowance(limit_ms=1.0, share=_SHARE, promised_ms=promised.view(table_shape(executor.options)))
-        server = self._servers.setdefault(new_tokens, Server(self._controller, max_new_tokens=new_tokens))
-        return self._meter.time(lambda: server.serve(request.sample, only))
+        if new_tokens not in self._servers:
+            self._servers[new_tokens] = Server(self._controller, max_new_tokens=new_tokens)
+        return self._meter.time(lambda: self._servers[new_tokens].serve(request.sample, only))

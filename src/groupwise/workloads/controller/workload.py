@@ -140,7 +140,7 @@ class ControllerWorkload(Workload):
         """A checkpoint tells what `AdaptiveModel` needs besides the weights."""
         if self.task.source is None:
             return {}
-        return files_of(settings_of(self.task, self.config.budget, self.controller.features.width))
+        return files_of(settings_of(self.task, self.training, self.controller.features.width))
 
     def answer(
         self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: Prefix | None = None

@@ -172,12 +172,15 @@ def test_times_are_measured_with_the_controllers_own_apart(evaluated):
 def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
     found = deepcopy(evaluated[1])
     assert found["pace_since_profile"] is None, "the tiny model's estimator counts work, and knows no machine"
-    found["estimate"]["given_knobs"]["median_error"] = 0.38
-    assert "took 1.38 times what was estimated" in tables(found)[-1].note
-    found["estimate"]["given_knobs"]["median_error"] = -0.03
     assert tables(found)[-1].note == ""
-    found |= {"pace_since_profile": 1.41, "recalibrated": True}
-    assert "Answers took 1.41 times as long as when this machine was profiled" in tables(found)[-1].note
+    found |= {"pace_since_profile": 1.2}
+    found["estimate"]["controlled"]["median_error"] = 0.25
+    assert tables(found)[-1].note == "", "it is what the short look saw"
+    found["estimate"]["controlled"]["median_error"] = 0.5
+    assert "answers took 1.25 times as long as just before" in tables(found)[-1].note
+    found |= {"recalibrated": True}
+    assert "Answers took 1.20 times as long as when this machine was profiled" in tables(found)[-1].note
+    assert "answers took 1.50 times as long as just before" in tables(found)[-1].note
 
 
 def test_it_judges_at_the_pace_that_the_machine_has_now():
@@ -193,13 +196,12 @@ def test_it_judges_at_the_pace_that_the_machine_has_now():
     asked = plain.task.questions[0].prompt_tokens, [OPTIONS.full]
     (before,), (after,) = plain.task.estimator.estimate(*asked), judged.task.estimator.estimate(*asked)
     assert after.total_ms < 0.3 * before.total_ms
+    assert judged.policy is plain.policy
     wide = replace(slow, ratios=np.repeat([0.0001, 1.0], [50, 70]))
     plain.task = replace(plain.task, estimator=KnobEstimator(wide, OPTIONS))
     same, again = at_the_pace_of_now(plain)
     assert same is plain, "answers strayed as far when it was fitted"
     assert 0 < again < 0.2
-    plain.task = replace(plain.task, estimator=KnobEstimator(slow, OPTIONS))
-    assert judged.policy is plain.policy
     assert at_the_pace_of_now(built())[1] is None
     plain.config = replace(plain.config, eval=replace(SETTINGS, recalibration_answers=0))
     assert at_the_pace_of_now(plain) == (plain, None)

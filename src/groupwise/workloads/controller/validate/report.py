@@ -63,18 +63,18 @@ def validate(workload: ControllerWorkload) -> Report:
 
 
 def at_the_pace_of_now(workload: ControllerWorkload) -> tuple[ControllerWorkload, float | None]:
-    """The same with an estimator that is right for how fast the machine is now, and how many times as long answers take
-    as it thought; None where nothing was profiled, or nothing is to be measured.
+    """The same with an estimator that is right for how fast the machine is now, and how many times as long answers took
+    as was estimated; None where nothing was profiled, or nothing is to be measured.
 
-    An estimator is kept if single answers strayed as far when it was fitted: it has seen more than a short look has.
+    An estimator that still holds is kept: it has seen more than a short look has.
     """
     task, answers = workload.task, workload.config.eval.recalibration_answers
     if not answers or not isinstance(task.estimator, KnobEstimator):
         return workload, None
     asked = random.Random(0).sample(task.questions, min(answers, len(task.questions)))
     samples = [question.sample for question in asked]
-    pace = pace_now(task.estimator, task.executor, samples)
-    if task.estimator.estimator.knows_pace(pace):
+    pace, holds = pace_now(task.estimator, task.executor, samples)
+    if holds:
         return workload, pace
     estimator, pace = recalibrated(task.estimator, task.executor, samples, answers=answers)
     judged = copy(workload)

@@ -24,7 +24,7 @@ NAMES = {
 }
 _STAGE_NAMES = {PREFILL: "prefill, with choosing", CONTROLLER: "  choosing"}
 _OTHER_PACE = 0.1
-"""Median error of the estimate from which on something must have happened to the machine."""
+"""From so large a change on, something must have happened to the machine."""
 Figures = Mapping[str, Any]
 
 
@@ -128,18 +128,21 @@ def _headline(figures: Figures) -> ReportTable:
 
 
 def _pace(figures: Figures) -> str:
-    """What to make of a machine that has changed; nothing if it has not."""
-    since, error = figures["pace_since_profile"], figures["estimate"]["given_knobs"]["median_error"]
-    told = []
+    """What to make of a machine that has changed; nothing if it has not, or if nothing was profiled."""
+    since, told = figures["pace_since_profile"], []
+    if since is None:
+        return ""
     if figures["recalibrated"]:
         told.append(
             f"Answers took {since:.2f} times as long as when this machine was profiled: budgets and estimates above are"
-            " those of now."
+            " those of now. In use, AdaptiveModel.recalibrate() does the same."
         )
-    if abs(error) >= _OTHER_PACE:
+    expected = 1.0 if figures["recalibrated"] else since
+    change = (1 + figures["estimate"]["controlled"]["median_error"]) / expected
+    if abs(change - 1) >= _OTHER_PACE:
         told.append(
-            f"While answers were timed they took {1 + error:.2f} times what was estimated: the machine has changed its"
-            " pace meanwhile. See what else runs on it, and evaluate again."
+            f"While they were timed, answers took {change:.2f} times as long as just before: the machine has changed"
+            " its pace meanwhile. See what else runs on it, and evaluate again."
         )
     return " ".join(told)
 
