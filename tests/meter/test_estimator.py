@@ -202,7 +202,7 @@ def test_100_measurements_recalibrate_for_another_machine(fitted, seed):
     assert healed.predict(features(7, 14, 6)).stages_ms[VISION] == pytest.approx(13, rel=0.1)
 
 
-def test_an_estimator_holds_until_too_many_answers_exceed_it_or_most_are_faster_than_ever():
+def test_an_estimator_holds_until_too_many_answers_exceed_it():
     exact = Estimator.fit(measure(200), model="tiny", machine=HERE)
     exact = replace(exact, ratios=np.linspace(0.8, 1.2, 401))  # one in twenty below 0.82, one in twenty above 1.18
     same = measure(40)
@@ -214,7 +214,7 @@ def test_an_estimator_holds_until_too_many_answers_exceed_it_or_most_are_faster_
         return exact.still_holds([*measure(slow, factors=(factor,) * 3), *same[slow:]])
 
     assert [holds(slow, 1.25) for slow in (0, 6, 7)] == [True, True, False]
-    assert [holds(40, factor) for factor in (0.81, 0.83, 1.17)] == [False, True, True]
+    assert [holds(40, factor) for factor in (0.5, 1.17, 1.25)] == [True, True, False]
 
 
 def test_what_cannot_be_learnt_from_is_refused(fitted):

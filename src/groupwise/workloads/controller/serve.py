@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from math import sqrt
@@ -19,10 +20,9 @@ from groupwise.workloads.controller.decisions import ORDER, Controller
 from groupwise.workloads.controller.estimates import Table
 from groupwise.workloads.controller.executor import Request
 from groupwise.workloads.controller.knobs import Knobs
-from groupwise.workloads.controller.policy import FIRST, SECOND, Head
+from groupwise.workloads.controller.policy import FIRST, SECOND, Head, even
 
-Values = Float[np.ndarray, " values"]
-_ROOT_OF_HALF = np.float32(sqrt(0.5))
+_ROOT_OF_HALF = sqrt(0.5)
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Server:
         self._join_prompt, self._join_budget = (part.contiguous() for part in one.join.weight.split(FIRST, dim=1))
         self._first, self._second = _joined(one.tier, one.insertion, FIRST), _joined(two.top_k, two.blocks, SECOND)
         self._budgets: dict[float, tuple[Tensor, Tensor]] = {}
+        self._accelerated = torch.accelerator.is_available()
 
     @torch.inference_mode()
     def serve(self, sample: Sample, allowance: Allowance) -> Served:
@@ -90,15 +91,15 @@ class Server:
         Only the chosen tier is looked at, and only the blocks up to the chosen position run before the second choice;
         the answer goes on from there.
         """
-        executor, begun = self.executor, _now_ms()
+        executor, begun = self.executor, self._now_ms()
         fits, choices = _fitting(allowance), list[int]()
         for scores in self._stage_one(sample.question, allowance.share):
             fits = _settle(scores, fits, choices)
         tier, position = list(executor.options.crops)[choices[0]], executor.options.insertion_positions[choices[1]]
-        chosen_at = _now_ms()
+        chosen_at = self._now_ms()
 
         prefix = executor.prefix([(sample, tier)], positions=[position])
-        looked_at = _now_ms()
+        looked_at = self._now_ms()
 
         reached = [each for each in executor.options.insertion_positions if each <= position]
         token = prefix.latency_tokens[sample.name, tier][reached.index(position)]
@@ -107,7 +108,7 @@ class Server:
         _settle(top_k_scores, fits, choices)
         choices = [choices[nth] for nth in ORDER]
         top_k, blocks = executor.options.top_ks[choices[2]], executor.options.block_totals[choices[3]]
-        stage_two_ms = _now_ms() - looked_at
+        stage_two_ms = self._now_ms() - looked_at
 
         request = Request(sample, Knobs(tier, position, top_k, blocks))
         (answer,), _ = executor.answer(
@@ -115,17 +116,23 @@ class Server:
         )
         return Served(answer.tokens, request.knobs, tuple(choices), chosen_at - begun, stage_two_ms)
 
-    def _stage_one(self, question: tuple[int, ...], share: float) -> list[Values]:
-        stage, prompt = self.policy.stage_one, _even(self.features.embed(torch.tensor(question)).numpy())
-        seen = _gelu(_times(stage.prompt.weight, prompt, stage.prompt.bias))
-        hidden = _gelu(_times(self._join_prompt, seen, self._prepared(share)[0]))
-        return _halves(_times(self._first[0], hidden, self._first[1]), stage.tier.options)
+    def _now_ms(self) -> float:
+        if self._accelerated:
+            torch.accelerator.synchronize()
+        return 1000 * time.perf_counter()
 
-    def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[Values]:
-        stage, seen = self.policy.stage_two, _even(token.float().numpy(force=True))
-        mixed = _gelu(_times(stage.token.weight, seen, self._prepared(share)[1][position]))
-        hidden = _gelu(_times(stage.join.weight, mixed, stage.join.bias))
-        return _halves(_times(self._second[0], hidden, self._second[1]), stage.top_k.options)
+    def _stage_one(self, question: tuple[int, ...], share: float) -> list[list[float]]:
+        stage, words = self.policy.stage_one, self.executor.adapter.embed(torch.tensor(question))
+        prompt = even(words.float().mean(0)).cpu()
+        seen = _gelu(torch.addmv(stage.prompt.bias, stage.prompt.weight, prompt))
+        hidden = _gelu(torch.addmv(self._prepared(share)[0], self._join_prompt, seen))
+        return _halves(torch.addmv(self._first[1], self._first[0], hidden), stage.tier.options)
+
+    def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[list[float]]:
+        stage, seen = self.policy.stage_two, even(token.float()).cpu()
+        mixed = _gelu(torch.addmv(self._prepared(share)[1][position], stage.token.weight, seen))
+        hidden = _gelu(torch.addmv(stage.join.bias, stage.join.weight, mixed))
+        return _halves(torch.addmv(self._second[1], self._second[0], hidden), stage.top_k.options)
 
     def _prepared(self, share: float) -> tuple[Tensor, Tensor]:
         """What a budget adds to the first stage's second layer, and to the second stage's first at every position."""
@@ -145,45 +152,30 @@ def _joined(one: Head, other: Head, width: int) -> tuple[Tensor, Tensor]:
     return torch.cat(weights), torch.cat(biases)
 
 
-def _times(weight: Float[Tensor, "out in"], values: Values, bias: Float[Tensor, " out"]) -> Values:
-    """Torch's product, for its threads: numpy's would take as many as there are."""
-    return torch.addmv(bias, weight, torch.from_numpy(values)).numpy()
-
-
-def _halves(scores: Values, first: int) -> list[Values]:
+def _halves(scores: Float[Tensor, " options"], first: int) -> list[list[float]]:
     """Of two decisions, the first with so many options."""
-    return [scores[:first], scores[first:]]
+    every = scores.tolist()
+    return [every[:first], every[first:]]
 
 
-def _even(features: Values) -> Values:
-    """`policy.even` of one row."""
-    rest = features - features.mean()
-    return rest / np.float32(sqrt(rest @ rest / len(rest) + 1e-5))
-
-
-def _gelu(values: Values) -> Values:
-    return values * (0.5 + 0.5 * torch.erf(torch.from_numpy(values * _ROOT_OF_HALF)).numpy())
+def _gelu(values: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
+    """The same as torch's, whose kernel takes longer to begin than these to end."""
+    return torch.erf(values * _ROOT_OF_HALF).add_(1).mul_(values).mul_(0.5)
 
 
 def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
     """What may be chosen, with axes in the order of decisions. Where nothing fits, the cheapest."""
     promised_ms = allowance.promised_ms.numpy()
-    fits = promised_ms <= allowance.limit_ms
-    if not fits.any():
+    fits: np.ndarray = promised_ms <= allowance.limit_ms
+    if not np.logical_or.reduce(fits, axis=None):
         fits.flat[promised_ms.argmin()] = True
     return fits.transpose(ORDER)
 
 
-def _settle(scores: Values, fits: np.ndarray, choices: list[int]) -> np.ndarray:
+def _settle(scores: Sequence[float], fits: np.ndarray, choices: list[int]) -> np.ndarray:
     """Choose the likeliest option that some completion of fits; what is left after it."""
-    offered = fits.reshape(len(fits), -1).any(1)
-    best = int(np.where(offered, scores, -np.inf).argmax())
+    offered: list[bool] = np.logical_or.reduce(fits.reshape(len(fits), -1), axis=1).tolist()
+    best = max((option for option, some in enumerate(offered) if some), key=scores.__getitem__)
     choices.append(best)
     left: np.ndarray = fits[best]
     return left
-
-
-def _now_ms() -> float:
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return 1000 * time.perf_counter()

@@ -6,7 +6,6 @@ from contextlib import redirect_stdout
 from copy import deepcopy
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -184,23 +183,26 @@ def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
 
 
 def test_it_judges_at_the_pace_that_the_machine_has_now():
-    """Profiled, as it says, on a machine that is hundreds of times slower."""
+    """Profiled, as it says, on a machine that is hundreds of times faster: hardly an answer keeps to it. One that is
+    slower keeps all that was promised."""
     fitted = priced(EXECUTOR.adapter.model)
-    slow = replace(
-        fitted, prices={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.prices.items()}
+    fast, slow = (
+        replace(
+            fitted, prices={stage: {n: factor * p for n, p in part.items()} for stage, part in fitted.prices.items()}
+        )
+        for factor in (1 / 300, 300)
     )
     plain = built(eval=replace(SETTINGS, recalibration_answers=60))
-    plain.task = replace(plain.task, estimator=KnobEstimator(slow, OPTIONS))
+    plain.task = replace(plain.task, estimator=KnobEstimator(fast, OPTIONS))
     judged, pace = at_the_pace_of_now(plain)
-    assert 0 < pace < 0.2
+    assert pace > 3
     asked = plain.task.questions[0].prompt_tokens, [OPTIONS.full]
     (before,), (after,) = plain.task.estimator.estimate(*asked), judged.task.estimator.estimate(*asked)
-    assert after.total_ms < 0.3 * before.total_ms
+    assert after.total_ms > 3 * before.total_ms
     assert judged.policy is plain.policy
-    wide = replace(slow, ratios=np.repeat([0.0001, 1.0], [50, 70]))
-    plain.task = replace(plain.task, estimator=KnobEstimator(wide, OPTIONS))
+    plain.task = replace(plain.task, estimator=KnobEstimator(slow, OPTIONS))
     same, again = at_the_pace_of_now(plain)
-    assert same is plain, "answers strayed as far when it was fitted"
+    assert same is plain
     assert 0 < again < 0.2
     assert at_the_pace_of_now(built())[1] is None
     plain.config = replace(plain.config, eval=replace(SETTINGS, recalibration_answers=0))
