@@ -1,8 +1,14 @@
 """`python -m groupwise`, which `accelerate launch -m` and `torchrun -m` use."""
 
+import os
 import sys
 
 from groupwise.cli.main import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from groupwise.dist.comm import end_at_once
+
+        end_at_once()
+    sys.exit(code)

@@ -1,11 +1,13 @@
 """The result does not depend on where it ran: real processes, real gloo, every placement."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from processes import on_ranks
+from processes import ENVIRONMENT, on_ranks
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -147,7 +149,7 @@ def test_ranks_with_other_weights_are_found(tmp_path):
         "from dataclasses import replace\n"
         "import fakes, torch\n"
         "from groupwise.train.run import check\n"
-        "from groupwise.dist.comm import connect, disconnect\n"
+        "from groupwise.dist.comm import connect, disconnect, end_at_once\n"
         "comm, build = connect(), fakes.TinyConfig.build\n"
         "def apart(self, device):\n"
         "    workload = build(self, device)\n"
@@ -157,6 +159,22 @@ def test_ranks_with_other_weights_are_found(tmp_path):
         "checks, is_main = check(fakes.recipe())\n"
         "if is_main: print([found.detail for found in checks if not found.passed])\n"
         "disconnect()\n"
+        "end_at_once()\n"
     )
     ended = on_ranks(2, [program])
     assert "ranks [1] hold other weights than rank 0" in ended.stdout, ended.stderr[-2000:]
+
+
+def test_a_process_that_ends_at_once_says_all_it_had_to_say():
+    program = (
+        "import atexit, threading, time\n"
+        "from groupwise.dist.comm import end_at_once\n"
+        "atexit.register(print, 'bye', end='')\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"  # one that outlives it
+        "print('done', end=' ')\n"
+        "end_at_once()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert (ended.returncode, ended.stdout) == (0, "done bye"), ended.stderr[-2000:]

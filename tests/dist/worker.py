@@ -13,7 +13,7 @@ from fakes import TinyConfig, recipe
 
 import groupwise as gw
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect, disconnect
+from groupwise.dist.comm import connect, disconnect, end_at_once
 from groupwise.train.loop import rollout, training_steps
 from groupwise.train.run import set_up
 
@@ -62,3 +62,4 @@ if __name__ == "__main__":
     if comm.is_main:
         torch.save(outcomes, sys.argv[1])
     disconnect()
+    end_at_once()

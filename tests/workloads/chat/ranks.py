@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect, disconnect
+from groupwise.dist.comm import connect, disconnect, end_at_once
 from groupwise.train.loop import rollout, training_steps
 from groupwise.train.run import set_up
 from workloads.chat.tiny import recipe
@@ -46,3 +46,4 @@ if __name__ == "__main__":
     if connect().is_main:
         torch.save(found, sys.argv[2])
     disconnect()
+    end_at_once()

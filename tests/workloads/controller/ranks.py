@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect, disconnect
+from groupwise.dist.comm import connect, disconnect, end_at_once
 from groupwise.train.loop import rollout, training_steps
 from groupwise.train.run import set_up
 from workloads.controller.small import recipe
@@ -37,3 +37,4 @@ if __name__ == "__main__":
     if connect().is_main:
         torch.save(found, sys.argv[1])
     disconnect()
+    end_at_once()

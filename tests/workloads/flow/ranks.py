@@ -13,7 +13,7 @@ import torch
 from groupwise.core.advantage import compare
 from groupwise.core.placement import place
 from groupwise.core.reward import weigh
-from groupwise.dist.comm import connect, disconnect
+from groupwise.dist.comm import connect, disconnect, end_at_once
 from groupwise.recipes.flow_recam import recipe as recam
 from groupwise.train.loop import gather_ids, gather_rewards, rollout, training_steps
 from groupwise.train.run import set_up
@@ -63,3 +63,4 @@ if __name__ == "__main__":
     if connect().is_main:
         torch.save(found, sys.argv[1])
     disconnect()
+    end_at_once()
