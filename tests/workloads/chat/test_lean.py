@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.workloads.chat.engine_config import PolicyConfig
 from groupwise.workloads.chat.lean import LeanForward, lean_forward
@@ -121,3 +122,22 @@ def test_the_pieces_have_the_gradients_that_autograd_finds():
         *(torch.autograd.grad((mix * f()).sum(), (values, weight)) for f in (by_hand, by_autograd)), strict=True
     ):
         assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_in_the_last_layer_only_tokens_that_predict_go_on_after_attention():
+    """Its output and the three products of its feed-forward part; everything before them sees every token."""
+    policy = make_policy(llama(), PolicyConfig())
+    packed = pack([[3, 4, 5, 6, 7], [6, 7, 8]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
+    rows = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            if operator is torch.ops.aten.mm.default:
+                rows.append(len(args[0]))
+            return operator(*args, **(kwargs or {}))
+
+    with torch.no_grad(), Products():
+        hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)
+    everyone, predicting = 8 + 6, 2 + 6
+    assert rows == [everyone] * 7 + [everyone] * 3 + [predicting] * 4
+    assert len(hidden) == predicting
