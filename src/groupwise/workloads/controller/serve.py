@@ -75,7 +75,7 @@ class Server:
     """
 
     def __init__(self, controller: Controller, *, max_new_tokens: int = 1, stop_token: int | None = None):
-        self.features, self.executor = controller.features, controller.features.executor
+        self.executor = controller.features.executor
         self.max_new_tokens, self.stop_token = max_new_tokens, stop_token
         self.policy = deepcopy(controller.policy).requires_grad_(False).float().cpu()
         one, two = self.policy.stage_one, self.policy.stage_two
