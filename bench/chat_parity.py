@@ -13,11 +13,11 @@ from chat_sides import Case, make_prompts, trl_trainer
 
 import groupwise as gw
 from groupwise.core.config import LossConfig
-from groupwise.train.objective import Totals, loss_of_pass
-from groupwise.workloads.chat.completion import Completion, token_mask
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.policy import make_policy
-from groupwise.workloads.chat.scoring import score
+from groupwise.training.update import Totals, loss_of_pass
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.policy import make_policy
+from groupwise.workloads.chat.engine.sampler import Completion, token_mask
+from groupwise.workloads.chat.engine.score import score
 
 CASE = Case("parity", prompt=12, new=9, group=4)
 LENGTHS = (9, 3, 1, 6, 2, 9, 5, 4)

@@ -17,15 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import groupwise as gw
 from groupwise.dist.comm import connect
-from groupwise.train.cut import Cut
-from groupwise.train.loop import training_steps
-from groupwise.train.state import new_state
-from groupwise.workloads.chat.completion import padded, token_mask
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.passes import cut_into_passes
-from groupwise.workloads.chat.policy import make_policy
-from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
+from groupwise.memory.recovery import Cut
+from groupwise.training.loop import training_steps
+from groupwise.training.state import new_state
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.policy import make_policy
+from groupwise.workloads.chat.engine.sampler import padded, token_mask
+from groupwise.workloads.chat.engine.score import cut_into_passes, score
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,12 @@ from rich.table import Table
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
-from groupwise.train.evaluation import evaluate
-from groupwise.train.folder import RunFolder
-from groupwise.train.setup import Setup, set_up
-from groupwise.workloads.controller.exact import all_rewards
-from groupwise.workloads.controller.validate.exam import Exam, make_exam
-from groupwise.workloads.controller.validate.methods import controlled, kind_oracle, lookup, oracle
-from groupwise.workloads.controller.validate.statistics import gap_closed
+from groupwise.training.evaluate import evaluate
+from groupwise.training.run_folder import RunFolder
+from groupwise.training.setup import Setup, set_up
+from groupwise.workloads.controller.evaluate.baselines import controlled, kind_oracle, lookup, oracle
+from groupwise.workloads.controller.evaluate.exact import Exam, all_rewards, make_exam
+from groupwise.workloads.controller.evaluate.metrics import gap_closed
 from groupwise.workloads.controller.workload import ControllerWorkload
 
 LOSSES = ("clipped", "ranking", "exact")
@@ -88,7 +87,7 @@ def _trained(config: gw.Config) -> ControllerWorkload:
 
 
 def _restored(config: gw.Config) -> Setup:
-    from groupwise.train.checkpoint import newest_good, restore
+    from groupwise.training.checkpoint import newest_good, restore
 
     setup = set_up(config)
     assert config.run.run_dir is not None

@@ -28,8 +28,8 @@ def worker(output: Path, steps: int, placement: str) -> None:
     """What each process runs: the steps after a warm-up one, timed together."""
     from groupwise.dist.comm import connect, disconnect
     from groupwise.recipes import load_recipe
-    from groupwise.train.loop import training_steps
-    from groupwise.train.run import set_up
+    from groupwise.training.loop import training_steps
+    from groupwise.training.run import set_up
 
     recipe = load_recipe("controller")
     # Questions that nobody has asked yet: no answer to them is shipped.

@@ -14,21 +14,20 @@ from itertools import compress
 
 import numpy as np
 from sklearn.ensemble import RandomForestRegressor
+from tools.mosaic.importance import make_exam
 
-from groupwise.meter.calibration import crossed_folds
-from groupwise.meter.estimator import Estimator
-from groupwise.meter.latency import STAGES
-from groupwise.meter.machine import current_machine
-from groupwise.meter.observation import Observation, columns_of, stage_ms, total_ms
-from groupwise.meter.process import settle_in
-from groupwise.workloads.controller.adapter import LlavaAdapter, Sample
-from groupwise.workloads.controller.executor import Executor
-from groupwise.workloads.controller.knob_estimator import KnobEstimator, work_identity
-from groupwise.workloads.controller.mosaic.digits import Split
-from groupwise.workloads.controller.mosaic.model import load_mosaic
-from groupwise.workloads.controller.mosaic.score.accuracy import make_exam
-from groupwise.workloads.controller.mosaic.steer import mosaic_options, mosaic_sample
-from groupwise.workloads.controller.profile import profile, prompt_length, time_answer
+from groupwise.dist.process import settle_in
+from groupwise.latency.estimator import Estimator, crossed_folds
+from groupwise.latency.machine import current_machine
+from groupwise.latency.records import STAGES
+from groupwise.latency.regression import Observation, columns_of, stage_ms, total_ms
+from groupwise.workloads.controller.latency.estimates import KnobEstimator, work_identity
+from groupwise.workloads.controller.latency.profile import profile, prompt_length, time_answer
+from groupwise.workloads.controller.model.adapters import LlavaAdapter, Sample
+from groupwise.workloads.controller.model.executor import Executor
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.scene import Split
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 FOLDS = 3
 Expected = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]

@@ -15,21 +15,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from tools.mosaic.importance import make_exam
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaForConditionalGeneration
 
-from groupwise.meter.process import settle_in
-from groupwise.workloads.controller.adapter import LlavaAdapter
-from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.executor import Answer, Executor, Request
-from groupwise.workloads.controller.knobs import Work
-from groupwise.workloads.controller.mosaic.crops import Tier
-from groupwise.workloads.controller.mosaic.digits import Split
-from groupwise.workloads.controller.mosaic.model import configured, load_mosaic, prompt
-from groupwise.workloads.controller.mosaic.score.accuracy import make_exam
-from groupwise.workloads.controller.mosaic.steer import mosaic_options, mosaic_sample
-from groupwise.workloads.controller.mosaic.words import PAD_TOKEN
-from groupwise.workloads.controller.recall import recall
+from groupwise.dist.process import settle_in
+from groupwise.workloads.controller.model.adapters import LlavaAdapter
+from groupwise.workloads.controller.model.answer_cache import Answers, recall
+from groupwise.workloads.controller.model.executor import Answer, Executor, Request
+from groupwise.workloads.controller.model.knobs import Work
+from groupwise.workloads.controller.tasks.mosaic.model import configured, load_mosaic, prompt
+from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
+from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 OPTIONS = mosaic_options()
 SERIAL = "serial: latency token, then generate"

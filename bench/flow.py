@@ -31,9 +31,9 @@ from groupwise.core.config import AdvantageConfig
 from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages, Rollouts
 from groupwise.recipes import load_recipe
-from groupwise.train import loop
-from groupwise.train.run import Setup, set_up
-from groupwise.workloads.flow.schedule import WindowConfig
+from groupwise.training import loop
+from groupwise.training.run import Setup, set_up
+from groupwise.workloads.flow.sampling.schedule import WindowConfig
 from groupwise.workloads.flow.workload import FlowWorkload
 
 _CONSOLE = Console(soft_wrap=True, highlight=False, width=150)

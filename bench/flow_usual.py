@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from groupwise.core.placement import Rows, place
-from groupwise.train.config import Config
-from groupwise.train.run import Setup
-from groupwise.workloads.flow.judging import judge_clips, weighed
+from groupwise.training.config import Config
+from groupwise.training.run import Setup
 from groupwise.workloads.flow.models.base import GuidedVelocity
-from groupwise.workloads.flow.schedule import noise_levels
-from groupwise.workloads.flow.steppers import STEPPERS, Span, drawn, log_probability, ode
+from groupwise.workloads.flow.rewards import judge_clips, weighed
+from groupwise.workloads.flow.sampling.schedule import noise_levels
+from groupwise.workloads.flow.sampling.steppers import STEPPERS, Span, drawn, log_probability, ode
 from groupwise.workloads.flow.workload import FlowWorkload
 
 

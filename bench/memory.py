@@ -25,8 +25,8 @@ from memory_points import POINTS, Point
 from torch.profiler import ProfilerActivity, profile
 
 from groupwise.core.units import readable
-from groupwise.train.config import OptimiserConfig
-from groupwise.train.state import new_state
+from groupwise.training.config import OptimiserConfig
+from groupwise.training.state import new_state
 
 
 def allocated(act: Callable[[], object]) -> int:

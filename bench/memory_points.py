@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 from groupwise.core.placement import Rows
 from groupwise.core.shape import Shape
-from groupwise.plan.architecture import architecture
-from groupwise.plan.frozen import FrozenMemory, vision_of
-from groupwise.plan.language import LanguageMemory
-from groupwise.plan.parts import Job
-from groupwise.plan.plan import MemoryModel
-from groupwise.plan.trace import traced_update
-from groupwise.plan.video import VideoMemory, video_model
+from groupwise.memory.architecture import architecture
+from groupwise.memory.plan import MemoryModel
+from groupwise.memory.stages import Job
+from groupwise.memory.trace import traced_update
+from groupwise.workloads.chat.memory import LanguageMemory
+from groupwise.workloads.controller.memory import FrozenMemory, vision_of
+from groupwise.workloads.flow.memory import VideoMemory, video_model
 
 Stage = Literal["rollout", "update"]
 
@@ -103,7 +103,7 @@ class Chat:
         import transformers
 
         from groupwise.workloads.chat import trace
-        from groupwise.workloads.chat.engine_config import PolicyConfig
+        from groupwise.workloads.chat.config import PolicyConfig
 
         config = transformers.AutoConfig.for_model(self.kind, **self.sizes, **NO_TOKENS)
         policy = trace.policy_like(config, PolicyConfig(model="-", **self.policy), fake=fake)
@@ -121,8 +121,8 @@ class Chat:
 
     def _rolled_out(self, policy: Any, rows: int) -> object:
         """All rows go on to their last token: no token stops them."""
-        from groupwise.workloads.chat.rollout import generate
-        from groupwise.workloads.chat.sampling import Sampling
+        from groupwise.workloads.chat.engine.generate import generate
+        from groupwise.workloads.chat.engine.sampler import Sampling
 
         (prompt, completion), member = self.lengths, torch.arange(rows) % self.rows
         group = torch.arange(rows) // self.rows
@@ -151,8 +151,8 @@ class Flow:
         return VideoMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
 
     def made(self, fake: bool) -> Made:
+        from groupwise.workloads.flow.config import TrainConfig
         from groupwise.workloads.flow.trace import followed_rollout, stages_of, transformer_like
-        from groupwise.workloads.flow.training_parts import TrainConfig
 
         train = TrainConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
         transformer = transformer_like(self.sizes, train, fake=fake)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.train.folder import read_lines
+from groupwise.training.run_folder import read_lines
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {

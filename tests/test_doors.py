@@ -8,7 +8,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
-from groupwise.train.folder import read_lines
+from groupwise.training.run_folder import read_lines
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "doors.json"

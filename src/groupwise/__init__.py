@@ -9,39 +9,40 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise import train as train
     from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
     from groupwise.core.errors import UserError
-    from groupwise.core.identity import group_id
+    from groupwise.core.groups import group_id
     from groupwise.core.placement import Rows, place
     from groupwise.core.shape import Shape
     from groupwise.core.types import Rollouts, Scored, Terms
-    from groupwise.train.config import Config, OptimiserConfig, RunConfig
+    from groupwise.rewards.call import judge
+    from groupwise.training.config import Config, OptimiserConfig, RunConfig
+    from groupwise.training.run import train
     from groupwise.workloads.base import Workload, WorkloadConfig
-    from groupwise.workloads.controller.adaptive import AdaptiveModel
-    from groupwise.workloads.judge import judge
+    from groupwise.workloads.controller.serving.adaptive import AdaptiveModel
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "AdaptiveModel": "workloads.controller.adaptive",
+    "AdaptiveModel": "workloads.controller.serving.adaptive",
     "AdvantageConfig": "core.config",
-    "Config": "train.config",
+    "Config": "training.config",
     "LossConfig": "core.config",
-    "OptimiserConfig": "train.config",
+    "OptimiserConfig": "training.config",
     "RewardConfig": "core.config",
     "Rollouts": "core.types",
     "Rows": "core.placement",
-    "RunConfig": "train.config",
+    "RunConfig": "training.config",
     "Scored": "core.types",
     "Shape": "core.shape",
     "Terms": "core.types",
     "UserError": "core.errors",
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
-    "group_id": "core.identity",
-    "judge": "workloads.judge",
+    "group_id": "core.groups",
+    "judge": "rewards.call",
     "place": "core.placement",
+    "train": "training.run",
 }
 
 __all__ = [
@@ -68,8 +69,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "train":
-        return import_module("groupwise.train")
     if name in _HOME:
         return getattr(import_module(f"groupwise.{_HOME[name]}"), name)
     raise AttributeError(f"module 'groupwise' has no attribute '{name}'")

@@ -7,9 +7,8 @@ import sys
 import pytest
 from processes import ENVIRONMENT, groupwise
 
-from groupwise.cli.main import main
+from groupwise.cli.main import main, translate
 from groupwise.cli.place import label
-from groupwise.cli.words import translate
 
 
 def run(capsys, *words):

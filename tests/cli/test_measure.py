@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForCon
 from workloads.controller.tiny import llava_olmoe
 
 from groupwise.cli.main import main
-from groupwise.workloads.controller.mosaic.steer import mosaic_options
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
 
 DENSE = LlamaConfig(
     vocab_size=40,

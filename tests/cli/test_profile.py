@@ -7,9 +7,9 @@ from workloads.controller.tiny import llava_olmoe
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.meter.estimator import Estimator
-from groupwise.workloads.controller.knob_estimator import KnobEstimator, work_identity
-from groupwise.workloads.controller.loading import load_model
+from groupwise.latency.estimator import Estimator
+from groupwise.workloads.controller.latency.estimates import KnobEstimator, work_identity
+from groupwise.workloads.controller.model.load import load_model
 
 
 def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):

@@ -10,7 +10,7 @@ import groupwise as gw
 from groupwise.core.advantage import compare, group_advantages
 from groupwise.core.loss import clipped_surrogate, policy_gradient
 from groupwise.core.reward import term_statistics, weigh
-from groupwise.train.objective import Totals, loss_of_pass
+from groupwise.training.update import Totals, loss_of_pass
 
 IDS = torch.tensor([7, 7, 9, 9])
 OUTCOME = torch.tensor([1.0, 3.0, 2.0, 2.0], dtype=torch.float64)

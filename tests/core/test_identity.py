@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.core.identity import check_groups, group_id
+from groupwise.core.groups import check_groups, group_id
 
 
 def test_equal_content_gives_equal_ids_and_any_change_another():

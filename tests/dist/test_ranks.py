@@ -11,7 +11,7 @@ from processes import ENVIRONMENT, on_ranks
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from groupwise.train.folder import read_lines
+from groupwise.training.run_folder import read_lines
 
 WORKER = Path(__file__).parent / "worker.py"
 

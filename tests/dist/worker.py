@@ -14,8 +14,8 @@ from fakes import TinyConfig, recipe
 import groupwise as gw
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, end_at_once
-from groupwise.train.loop import rollout, training_steps
-from groupwise.train.run import set_up
+from groupwise.training.loop import rollout, training_steps
+from groupwise.training.run import set_up
 
 LOSSES = {"clipped": gw.LossConfig(kl=0.05, entropy=0.01), "ranking": gw.LossConfig(kind="ranking")}
 

@@ -8,7 +8,7 @@ from processes import groupwise
 
 from groupwise.cli.main import main
 from groupwise.report.page import render
-from groupwise.report.runs import read_run
+from groupwise.report.run_data import read_run
 
 
 class Elements(HTMLParser):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.judge import judge
+from groupwise.rewards.call import judge
 
 PROMPTS, COMPLETIONS = ["a", "b", "c"], ["x", "yy", "zzz"]
 

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from groupwise.workloads.judge import judge
-from groupwise.workloads.limits import limited
+from groupwise.rewards.call import judge
+from groupwise.rewards.time_limit import limited
 
 LIMIT = 0.2
 

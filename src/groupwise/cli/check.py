@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from groupwise.cli.output import print_json, quiet_stdout
-from groupwise.cli.recipe import read_config
+from groupwise.cli.arguments import print_json, quiet_stdout, read_config
 
 DESCRIPTION = (
     "Preflight alone: rolls out and scores one pass, looks at ratios, groups, gradients and shapes, and writes nothing."
@@ -17,8 +16,8 @@ def run(words: list[str], as_json: bool) -> int:
     from rich.console import Console
 
     from groupwise.dist.comm import disconnect
-    from groupwise.train.run import check
-    from groupwise.train.screen import check_table
+    from groupwise.training.progress import check_table
+    from groupwise.training.run import check
 
     with quiet_stdout(as_json):
         checks, is_main = check(config)

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 
 import tyro
 
-from groupwise.cli.output import parse, print_json, quiet_stdout
+from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
-from groupwise.train.config import Config, with_values
-from groupwise.train.folder import RunFolder
-from groupwise.workloads.report import ReportTable
+from groupwise.training.config import Config, with_values
+from groupwise.training.run_folder import RunFolder
+from groupwise.workloads.base import ReportTable
 
 if TYPE_CHECKING:
-    from groupwise.train.evaluation import Evaluation
+    from groupwise.training.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ def run(words: list[str], as_json: bool) -> int:
     folder = RunFolder(arguments.run_dir)
     config = config_of_run(folder)
     from groupwise.dist.comm import disconnect
-    from groupwise.train.evaluation import evaluate
+    from groupwise.training.evaluate import evaluate
 
     with quiet_stdout(as_json):
         found = evaluate(config, folder, lambda text: print(f"Warning: {text}", file=sys.stderr))
@@ -80,7 +80,7 @@ def config_of_run(folder: RunFolder) -> Config:
     if not saved["recipe"]:
         raise UserError(
             f"The run in {folder.path} was started from Python, not from a recipe, so it cannot be rebuilt here. Call"
-            " groupwise.train.evaluation.evaluate(config, ...) with its config."
+            " groupwise.training.evaluate.evaluate(config, ...) with its config."
         )
     config: Config = with_values(load_recipe(saved["recipe"]), saved)
     return config

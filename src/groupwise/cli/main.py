@@ -1,4 +1,6 @@
-"""Find the command, run it, and turn a user's mistake into one paragraph and exit code 2."""
+"""Find the command, run it, and turn a user's mistake into one paragraph and exit code 2.
+Other libraries' names for our quantities: accepted on the command line, explained once.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,37 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from groupwise import __version__
-from groupwise.cli.output import ArgumentError, print_json
-from groupwise.cli.words import OTHER_NAMES, translate
+from groupwise.cli.arguments import ArgumentError, print_json
 from groupwise.core.errors import UserError
+
+OTHER_NAMES = {
+    "--group-size": ("--k", "--num-generations", "--num-image-per-prompt", "--num-samples"),
+    "--conditions-per-step": ("--examples-per-step", "--batch-size", "--m"),
+    "--rows-per-pass": ("--device-batch-size", "--train-batch-size", "--micro-batch-size"),
+    "--ranks": ("--world-size", "--num-replicas", "--num-gpus"),
+}
+OTHER_PLACEMENTS = {
+    "group_contiguous": "whole",
+    "group_distributed": "spread",
+    "k_repeat": "shuffled",
+}
+_OURS = {other: ours for ours, others in OTHER_NAMES.items() for other in others}
+
+
+def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments in our words, and a remark for each that was in others'."""
+    translated: list[str] = []
+    remarks = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        ours = _OURS.get(flag.replace("_", "-"), flag)
+        if translated[-1:] == ["--placement"]:
+            ours = OTHER_PLACEMENTS.get(flag.replace("-", "_"), flag)
+        if ours != flag:
+            remarks.append(f"{flag} is called {ours} here.")
+        translated.append(ours + equals + value)
+    return translated, remarks
+
 
 COMMANDS = {
     "train": "train a recipe: progress, live memory, resumable",

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from groupwise.cli.output import parse, print_json, quiet_stdout
+from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError, require
 
 if TYPE_CHECKING:
-    from groupwise.meter.timing import Summary
-    from groupwise.workloads.controller.knobs import Knobs
-    from groupwise.workloads.controller.subject import Subject
+    from groupwise.latency.records import Summary
+    from groupwise.workloads.controller.latency.measure import Subject
+    from groupwise.workloads.controller.model.knobs import Knobs
 
 _CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 _QUIET = 0.9
@@ -57,10 +57,9 @@ class MeasureArguments:
 def run(words: list[str], as_json: bool) -> int:
     arguments = parse(MeasureArguments, words, prog="groupwise measure")
     picture = _checked(arguments)
-    from groupwise.cli.measure_picture import draw
-    from groupwise.cli.measure_tables import show
-    from groupwise.meter.process import settle_in
-    from groupwise.workloads.controller.subject import load_subject
+    from groupwise.cli.measure_view import draw, show
+    from groupwise.dist.process import settle_in
+    from groupwise.workloads.controller.latency.measure import load_subject
 
     settle_in(arguments.threads)
     with quiet_stdout(as_json):
@@ -119,7 +118,7 @@ def _measure(subject: Subject, arguments: MeasureArguments) -> tuple[dict[Knobs,
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from groupwise.workloads.controller.measuring import measure
+    from groupwise.workloads.controller.latency.measure import measure
 
     console, rounds = Console(file=sys.stderr), arguments.warm_up + arguments.runs
     console.print(f"{len(subject.settings)} settings x {rounds} answers of {subject.name}", highlight=False)
@@ -139,7 +138,7 @@ def _measure(subject: Subject, arguments: MeasureArguments) -> tuple[dict[Knobs,
 
 
 def _machine(arguments: MeasureArguments) -> str:
-    from groupwise.meter.machine import current_machine
+    from groupwise.latency.machine import current_machine
 
     here = current_machine()
     device = f" with {here.device}" if here.device != "cpu" else ""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from groupwise.cli.output import parse, print_json
+from groupwise.cli.arguments import parse, print_json
 from groupwise.core.errors import require
 from groupwise.core.shape import PLENTY, Shape
 

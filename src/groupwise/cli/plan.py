@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from groupwise.cli.output import parse, print_json, quiet_stdout
-from groupwise.cli.recipe import read_config
+from groupwise.cli.arguments import parse, print_json, quiet_stdout, read_config
 from groupwise.core.errors import UserError, require
 from groupwise.core.shape import PLENTY, Shape
 from groupwise.core.units import parse_bytes, readable
-from groupwise.plan.architecture import read_architecture
-from groupwise.plan.language import LanguageMemory
-from groupwise.plan.parts import Job
-from groupwise.plan.plan import MemoryModel, make_plan
+from groupwise.memory.architecture import read_architecture
+from groupwise.memory.plan import MemoryModel, make_plan
+from groupwise.memory.stages import Job
+from groupwise.workloads.chat.memory import LanguageMemory
 
 if TYPE_CHECKING:
-    from groupwise.train.config import Config
+    from groupwise.training.config import Config
 
 DESCRIPTION = (
     "Bytes by part for rollout and update, three settings side by side, and what to lower first. Integers only: nothing"
@@ -78,13 +77,13 @@ def run(words: list[str], as_json: bool) -> int:
     plan = make_plan(model, job, options.device)
     checked = _followed(config, job, options, as_json)
     if options.picture is not None:
-        from groupwise.plan.picture import draw
+        from groupwise.cli.plan_view import draw
 
         draw(plan, options.picture)
     if as_json:
         print_json({**plan.plain(), **checked})
     else:
-        from groupwise.cli.plan_tables import show
+        from groupwise.cli.plan_view import show
 
         show(plan, checked, options.picture)
     if not plan.fits:
@@ -138,7 +137,7 @@ def _followed(config: Config | None, job: Job, options: Options, as_json: bool) 
         with quiet_stdout(as_json):
             found["trace"] = config.workload.traced(job)
     if config is not None and options.probe:
-        from groupwise.train.probe import probe
+        from groupwise.training.probe import probe
 
         with quiet_stdout(as_json):
             found["probe"] = probe(config)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
-from groupwise.cli.output import parse, print_json, quiet_stdout
+from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import require
 
 if TYPE_CHECKING:
-    from groupwise.meter.estimator import Estimator
+    from groupwise.latency.estimator import Estimator
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ def run(words: list[str], as_json: bool) -> int:
         require(getattr(arguments, name) >= least, name, getattr(arguments, name), f"{least} or more")
     require(0.5 <= arguments.quantile < 1, "quantile", arguments.quantile, "from 0.5 to below 1")
     output = arguments.output or Path(f"estimator-{Path(arguments.model).name}.json")
-    from groupwise.meter.process import settle_in
-    from groupwise.workloads.controller.chosen_estimator import profiled_estimator
-    from groupwise.workloads.controller.loading import load_model
+    from groupwise.dist.process import settle_in
+    from groupwise.workloads.controller.latency.source import profiled_estimator
+    from groupwise.workloads.controller.model.load import load_model
 
     settle_in(arguments.threads)
     with quiet_stdout(as_json):

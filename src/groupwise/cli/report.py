@@ -7,10 +7,10 @@ from pathlib import Path
 
 import tyro
 
-from groupwise.cli.output import parse, print_json
+from groupwise.cli.arguments import parse, print_json
 from groupwise.core.errors import UserError
 from groupwise.report.page import render
-from groupwise.report.runs import read_run
+from groupwise.report.run_data import read_run
 
 
 @dataclass(frozen=True)

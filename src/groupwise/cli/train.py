@@ -8,12 +8,11 @@ from dataclasses import asdict
 from statistics import mean
 from typing import TYPE_CHECKING
 
-from groupwise.cli.output import print_json, quiet_stdout
-from groupwise.cli.recipe import read_config
-from groupwise.train.folder import RunFolder
+from groupwise.cli.arguments import print_json, quiet_stdout, read_config
+from groupwise.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from groupwise.train.run import Summary
+    from groupwise.training.run import Summary
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -26,7 +25,7 @@ DESCRIPTION = (
 def run(words: list[str], as_json: bool) -> int:
     config = read_config("train", words, DESCRIPTION)
     from groupwise.dist.comm import disconnect
-    from groupwise.train.run import train
+    from groupwise.training.run import train
 
     with quiet_stdout(as_json):
         summary = train(config)

@@ -1,12 +1,17 @@
-"""Rows of any order as a table with one line a group. Siblings are found by id, never by position."""
+"""Rows of any order as a table with one line a group. Siblings are found by id, never by position.
+A group is its id: made from the condition's content, carried with the data, never worked out from position.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
+
+from groupwise.core.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -35,3 +40,53 @@ class Groups:
     def rows(self, table: Shaped[Tensor, "groups members"]) -> Shaped[Tensor, " rows"]:
         """Back to one value a row, in the rows' own order."""
         return table[self.line, self.place]
+
+
+Content = str | bytes | int | float | Tensor | None
+
+
+def group_id(condition: int, *content: Content) -> int:
+    """An int64 made from everything the condition consists of, and from its index in the dataset.
+
+    The index keeps two equal dataset rows apart. The content gives away a condition that was redrawn for one of its
+    members: that member's id differs, and `check_groups` says so.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (condition, *content):
+        raw = _as_bytes(part)
+        digest.update(f"{type(part).__name__}:{len(raw)}:".encode() + raw)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def check_groups(placed: Int64[Tensor, " rollouts"], group_ids: Int64[Tensor, " rollouts"]) -> None:
+    """Refuse rollouts whose content ids do not make the very groups that were placed."""
+    pairs = torch.unique(torch.stack([placed, group_ids], dim=1), dim=0)
+    groups, ids_per_group = torch.unique(pairs[:, 0], return_counts=True)
+    if (ids_per_group > 1).any():
+        broken = int(groups[ids_per_group > 1][0])
+        raise UserError(
+            f"The members of group {broken} do not share one condition: they carry {int(ids_per_group.max())} different"
+            " ids. Build the whole condition from its dataset index alone, draw nothing anew per member, and pass all"
+            " of its content to group_id()."
+        )
+    ids, groups_per_id = torch.unique(pairs[:, 1], return_counts=True)
+    if (groups_per_id > 1).any():
+        shared = int(ids[groups_per_id > 1][0])
+        raise UserError(
+            f"{int(groups_per_id.max())} groups carry the same id {shared}, so their members would be compared across"
+            " conditions. Make ids with group_id(condition index, content ...)."
+        )
+
+
+def _as_bytes(part: Content) -> bytes:
+    if isinstance(part, bytes):
+        return part
+    if isinstance(part, Tensor):
+        raw = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        return f"{part.dtype}{tuple(part.shape)}".encode() + raw.numpy().tobytes()
+    if part is not None and not isinstance(part, str | int | float):
+        raise UserError(
+            f"group_id() was given {type(part).__name__}: it takes strings, bytes, numbers, tensors and None. Turn"
+            " arrays into tensors and pass the entries of a list one by one."
+        )
+    return repr(part).encode()

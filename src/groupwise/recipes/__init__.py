@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 from groupwise.core.errors import UserError
-from groupwise.train.config import Config
+from groupwise.training.config import Config
 
 RECIPES: dict[str, str] = {
     "chat": "groupwise.recipes.chat:recipe",

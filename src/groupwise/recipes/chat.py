@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from groupwise.train.config import Config, OptimiserConfig, RunConfig
-from groupwise.workloads.chat.config import ChatConfig
-from groupwise.workloads.chat.engine_config import Sampling
+from groupwise.training.config import Config, OptimiserConfig, RunConfig
+from groupwise.workloads.chat.config import ChatConfig, Sampling
 
 
 def recipe() -> Config:

@@ -7,9 +7,8 @@ torchrun --nproc-per-node 8 -m groupwise train chat-gsm8k --workload.policy.mode
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig
-from groupwise.train.config import Config, OptimiserConfig, RunConfig
-from groupwise.workloads.chat.config import ChatConfig, DataConfig, EvalConfig, JudgeConfig
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from groupwise.training.config import Config, OptimiserConfig, RunConfig
+from groupwise.workloads.chat.config import ChatConfig, DataConfig, EvalConfig, JudgeConfig, PolicyConfig, Sampling
 
 SYSTEM = (
     "Solve the problem step by step. Then give the answer, a bare number, on a last line of its own that begins with"

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.train.config import Config, OptimiserConfig
+from groupwise.training.config import Config, OptimiserConfig
 from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
-from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicControllerConfig
 
 
 def recipe() -> Config:

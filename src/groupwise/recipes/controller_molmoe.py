@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.train.config import Config, OptimiserConfig
-from groupwise.workloads.controller.vqa.control import VqaControllerConfig
+from groupwise.training.config import Config, OptimiserConfig
+from groupwise.workloads.controller.tasks.vqa.config import VqaControllerConfig
 
 
 def recipe() -> Config:

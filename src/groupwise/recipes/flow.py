@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.train.config import Config, OptimiserConfig
-from groupwise.workloads.flow.plane.config import WEIGHTS, PlaneConfig
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
+from groupwise.training.config import Config, OptimiserConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
+from groupwise.workloads.flow.tasks.plane.config import WEIGHTS, PlaneConfig
 
 
 def recipe() -> Config:

@@ -7,9 +7,9 @@ torchrun --nproc-per-node 8 -m groupwise train flow-recam --workload.pipeline FO
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.train.config import Config, OptimiserConfig
-from groupwise.workloads.flow.pipelines import RecamConfig
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
+from groupwise.training.config import Config, OptimiserConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
+from groupwise.workloads.flow.tasks.pipelines import RecamConfig
 
 
 def recipe() -> Config:

@@ -7,9 +7,9 @@ torchrun --nproc-per-node 8 -m groupwise train flow-sd3 --workload.pipeline FOLD
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig
-from groupwise.train.config import Config, OptimiserConfig
-from groupwise.workloads.flow.pipelines import Sd3Config
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
+from groupwise.training.config import Config, OptimiserConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
+from groupwise.workloads.flow.tasks.pipelines import Sd3Config
 
 
 def recipe() -> Config:

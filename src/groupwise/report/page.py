@@ -10,7 +10,7 @@ from typing import Any
 
 from groupwise.core.units import readable
 from groupwise.report.charts import Points, bar_chart, legend, line_chart
-from groupwise.report.runs import Run, figures
+from groupwise.report.run_data import Run, figures
 
 _MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_share", "grad_norm", "learning_rate")
 _UNITS = {"_s": "seconds, measured", "_share": "share"}

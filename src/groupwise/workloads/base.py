@@ -1,4 +1,6 @@
-"""The protocol between the loop and what it trains. Torch is named here but not imported: configs stay light."""
+"""The protocol between the loop and what it trains. Torch is named here but not imported: configs stay light.
+What a workload has to say about a finished run. No torch here.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,8 @@ if TYPE_CHECKING:
 
     from groupwise.core.placement import Rows
     from groupwise.core.types import Rollouts, Scored, Terms
-    from groupwise.plan.parts import Job
-    from groupwise.plan.plan import MemoryModel
-    from groupwise.workloads.report import Report
+    from groupwise.memory.plan import MemoryModel
+    from groupwise.memory.stages import Job
 
 
 class Workload(Protocol):
@@ -125,3 +126,23 @@ class WorkloadConfig:
         raise UserError(
             f"{type(self).__name__} has no trace of its memory (its method traced(job)). `--probe` runs a real step."
         )
+
+
+@dataclass(frozen=True)
+class ReportTable:
+    """A table for the screen: all cells are text."""
+
+    title: str
+    columns: Sequence[str]
+    """The first is set to the left, the others to the right."""
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    figures: Mapping[str, Any]
+    """JSON values; they become part of eval.json."""
+    tables: Sequence[ReportTable] = ()
+    pictures: Mapping[str, Callable[[Path], None]] | None = None
+    """By file name: writes the picture to a path in the run folder."""

@@ -13,8 +13,8 @@ import torch
 
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, end_at_once
-from groupwise.train.loop import rollout, training_steps
-from groupwise.train.run import set_up
+from groupwise.training.loop import rollout, training_steps
+from groupwise.training.run import set_up
 from workloads.chat.tiny import recipe
 
 FIGURES = ("tokens", "tokens_better", "tokens_worse", "truncated_share", "entropy_sampled", "reward")

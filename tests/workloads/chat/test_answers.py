@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.workloads.chat.answers import as_number, given_number, last_boxed, right_number
+from groupwise.workloads.chat.rewards import as_number, given_number, last_boxed, right_number
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,25 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tools.arithmetic.pretrain import Plan, batches, pretrain
+from tools.arithmetic.tokenizer import train_tokenizer
 
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
-from groupwise.workloads.chat.answers import given_number
-from groupwise.workloads.chat.arithmetic.dialogues import ask, at_once, continued, rows, worked
-from groupwise.workloads.chat.arithmetic.pretrain import Plan, batches, pretrain
-from groupwise.workloads.chat.arithmetic.problems import Problem, Split, draw_problem
-from groupwise.workloads.chat.arithmetic.tokenizer import train_tokenizer
 from groupwise.workloads.chat.build import ASSET, load_tokenizer
 from groupwise.workloads.chat.config import ChatConfig, EvalConfig
 from groupwise.workloads.chat.evaluate import sit
+from groupwise.workloads.chat.rewards import given_number
+from groupwise.workloads.chat.tasks.arithmetic.task import (
+    Problem,
+    Split,
+    ask,
+    at_once,
+    continued,
+    draw_problem,
+    rows,
+    worked,
+)
 
 CPU = torch.device("cpu")
 TOKENIZER = train_tokenizer()

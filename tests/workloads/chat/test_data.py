@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
+from groupwise.data.rows import read_table
 from groupwise.workloads.chat.build import build
-from groupwise.workloads.chat.config import DataConfig, JudgeConfig
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.prompts import Limits, make_prompts
-from groupwise.workloads.chat.table import read_table
+from groupwise.workloads.chat.config import DataConfig, JudgeConfig, PolicyConfig, Sampling
+from groupwise.workloads.chat.data import Limits, make_prompts
 from workloads.chat.tiny import byte_tokenizer, chat_config, save_model, write_lines
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.train.checkpoint import newest_good, restore
-from groupwise.train.run import set_up
-from groupwise.workloads.chat.engine_config import PolicyConfig
-from groupwise.workloads.chat.export import export
+from groupwise.training.checkpoint import newest_good, restore
+from groupwise.training.run import set_up
+from groupwise.workloads.chat.build import export
+from groupwise.workloads.chat.config import PolicyConfig
 from workloads.chat.tiny import chat_config, recipe
 
 

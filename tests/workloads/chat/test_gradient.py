@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from groupwise.workloads.chat import head as head_module
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.kernels import attend, attend_by_products, merge
-from groupwise.workloads.chat.packed import pack
-from groupwise.workloads.chat.packed_attention import attend_by_blocks, attend_by_parts
-from groupwise.workloads.chat.policy import make_policy
-from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine import logprobs as head_module
+from groupwise.workloads.chat.engine.attention import attend, attend_by_products, merge
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.packing import attend_by_blocks, attend_by_parts, pack
+from groupwise.workloads.chat.engine.policy import make_policy
+from groupwise.workloads.chat.engine.score import score
 from workloads.chat.models import FAMILIES, gpt2, llama, ragged_prompts, rows_for
 
 STOPS = tuple(range(5, 17))

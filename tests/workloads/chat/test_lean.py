@@ -9,12 +9,11 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from groupwise.workloads.chat.engine_config import PolicyConfig
-from groupwise.workloads.chat.lean import LeanForward, lean_forward
-from groupwise.workloads.chat.packed import pack
-from groupwise.workloads.chat.pieces import normalised, rotated, rotation
-from groupwise.workloads.chat.policy import make_policy
-from groupwise.workloads.chat.sharing import OwnForward
+from groupwise.workloads.chat.config import PolicyConfig
+from groupwise.workloads.chat.engine.forward import OwnForward
+from groupwise.workloads.chat.engine.llama_forward import LeanForward, lean_forward, normalised, rotated, rotation
+from groupwise.workloads.chat.engine.packing import pack
+from groupwise.workloads.chat.engine.policy import make_policy
 from workloads.chat.models import FAMILIES, llama, qwen3, qwen3_moe
 
 

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.train.objective import Totals, loss_of_pass
-from groupwise.workloads.chat.completion import padded, token_mask
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.plain import score_plainly
-from groupwise.workloads.chat.policy import make_policy
-from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
+from groupwise.training.update import Totals, loss_of_pass
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.plain import score_plainly
+from groupwise.workloads.chat.engine.policy import make_policy
+from groupwise.workloads.chat.engine.sampler import padded, token_mask
+from groupwise.workloads.chat.engine.score import score
 from workloads.chat.models import llama, ragged_prompts, rows_for
 
 SAMPLING = Sampling(max_new_tokens=12, stop_ids=tuple(range(5, 25)))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.chat.pass_at import mean_pass_at, pass_at, powers_up_to
+from groupwise.workloads.chat.evaluate import mean_pass_at, pass_at, powers_up_to
 
 
 def test_by_hand():

@@ -9,11 +9,10 @@ import transformers
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.passes import cut_into_passes
-from groupwise.workloads.chat.policy import load_policy, make_policy
-from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.policy import load_policy, make_policy
+from groupwise.workloads.chat.engine.score import cut_into_passes, score
 from workloads.chat.models import SMALL, _made, llama, ragged_prompts, rows_for
 
 SAMPLING = Sampling(max_new_tokens=6, stop_ids=(5, 6, 7))

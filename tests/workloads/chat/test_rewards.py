@@ -6,9 +6,9 @@ import time
 import pytest
 
 from groupwise.core.errors import UserError
+from groupwise.rewards.call import judge
 from groupwise.workloads.chat.config import JudgeConfig
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
-from groupwise.workloads.judge import judge
 
 PROMPTS = ["p"] * 3
 SAID = ["2 + 2 = 4\n#### 4", "#### 5", r"so \boxed{4}"]

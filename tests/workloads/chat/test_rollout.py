@@ -13,11 +13,11 @@ from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import Rows
-from groupwise.workloads.chat.completion import padded
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.policy import make_policy
-from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.policy import make_policy
+from groupwise.workloads.chat.engine.sampler import padded
+from groupwise.workloads.chat.engine.score import score
 from workloads.chat.models import FAMILIES, llama, ragged_prompts, rows_for
 
 STOPS = tuple(range(5, 13))
@@ -91,7 +91,7 @@ def test_the_ratio_is_1_before_the_first_update(sampling):
 
 
 def test_a_cap_on_rows_caps_the_cache():
-    from groupwise.workloads.chat.flight import Flight
+    from groupwise.workloads.chat.engine.scheduler import Flight
 
     chances = torch.rand(12, 40, dtype=torch.float64)
     flight = Flight(POLICY, PROMPTS, ROWS.condition.tolist(), chances, SAMPLING, 2)

@@ -5,9 +5,9 @@ import torch
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.kernels import attend, attend_by_products
-from groupwise.workloads.chat.sampling import draw, kept_tokens, only_kept
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.attention import attend, attend_by_products
+from groupwise.workloads.chat.engine.sampler import draw, kept_tokens, only_kept
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log()
 

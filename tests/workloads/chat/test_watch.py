@@ -2,10 +2,9 @@
 
 import torch
 
-from groupwise.workloads.chat.completion import Completion
-from groupwise.workloads.chat.config import ChatConfig
-from groupwise.workloads.chat.engine_config import Sampling
-from groupwise.workloads.chat.watch import alarm_of, measures_of
+from groupwise.workloads.chat.config import ChatConfig, Sampling
+from groupwise.workloads.chat.engine.sampler import Completion
+from groupwise.workloads.chat.report import alarm_of, measures_of
 
 
 def said(tokens, stopped, entropy):

@@ -13,11 +13,10 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.core.placement import Rows
-from groupwise.train.config import differing_fields, to_dict
-from groupwise.train.folder import read_lines
-from groupwise.workloads.chat.config import EvalConfig, JudgeConfig
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.rollout import generate
+from groupwise.training.config import differing_fields, to_dict
+from groupwise.training.run_folder import read_lines
+from groupwise.workloads.chat.config import EvalConfig, JudgeConfig, PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
 from workloads.chat.tiny import QUESTIONS, byte_tokenizer, chat_config, recipe

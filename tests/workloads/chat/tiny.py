@@ -11,8 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import groupwise as gw
-from groupwise.workloads.chat.config import ChatConfig, DataConfig, EvalConfig, JudgeConfig
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
+from groupwise.workloads.chat.config import ChatConfig, DataConfig, EvalConfig, JudgeConfig, PolicyConfig, Sampling
 
 END = "<end>"
 TEMPLATE = (

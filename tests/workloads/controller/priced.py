@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from groupwise.meter.estimator import Estimator
-from groupwise.meter.latency import DECODE, PREFILL, VISION
-from groupwise.meter.machine import current_machine
-from groupwise.meter.prices import CONSTANT
-from groupwise.workloads.controller.knob_estimator import work_identity
+from groupwise.latency.estimator import Estimator
+from groupwise.latency.machine import current_machine
+from groupwise.latency.records import DECODE, PREFILL, VISION
+from groupwise.latency.regression import CONSTANT
+from groupwise.workloads.controller.latency.estimates import work_identity
 
 
 def priced(model: Any) -> Estimator:

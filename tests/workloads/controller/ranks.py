@@ -12,8 +12,8 @@ import torch
 
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, end_at_once
-from groupwise.train.loop import rollout, training_steps
-from groupwise.train.run import set_up
+from groupwise.training.loop import rollout, training_steps
+from groupwise.training.run import set_up
 from workloads.controller.small import recipe
 
 

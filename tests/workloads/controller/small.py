@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 
 import groupwise as gw
-from groupwise.meter.latency import DECODE, PREFILL, VISION, Estimated
-from groupwise.workloads.controller.adapter import LlavaAdapter
-from groupwise.workloads.controller.answers import Answers
+from groupwise.latency.records import DECODE, PREFILL, VISION, Estimated
 from groupwise.workloads.controller.config import BudgetConfig, ControllerConfig
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.knobs import Knobs
+from groupwise.workloads.controller.model.adapters import LlavaAdapter
+from groupwise.workloads.controller.model.answer_cache import Answers
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.task import Question, Task
 from workloads.controller.tiny import CROPS, OPTIONS, llava_olmoe, sample
 

@@ -16,18 +16,18 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.meter.machine import current_machine
-from groupwise.meter.parts import find_parts
-from groupwise.workloads.controller.asking import question_about
+from groupwise.latency.machine import current_machine
+from groupwise.latency.meter import find_parts
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.decisions import greedy, knobs_of
-from groupwise.workloads.controller.executor import Request
-from groupwise.workloads.controller.knob_estimator import KnobEstimator
-from groupwise.workloads.controller.loading import load_model
-from groupwise.workloads.controller.mosaic.task import Part, mosaic_questions
-from groupwise.workloads.controller.policy import Policy
-from groupwise.workloads.controller.vqa.control import VqaControllerConfig
+from groupwise.workloads.controller.latency.estimates import KnobEstimator
+from groupwise.workloads.controller.model.executor import Request
+from groupwise.workloads.controller.model.inputs import question_about
+from groupwise.workloads.controller.model.load import load_model
+from groupwise.workloads.controller.policy.decide import greedy, knobs_of
+from groupwise.workloads.controller.policy.network import Policy
+from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_questions
+from groupwise.workloads.controller.tasks.vqa.config import VqaControllerConfig
 from workloads.controller.priced import priced
 from workloads.controller.tiny_folders import llava, save_llava
 from workloads.controller.tiny_vqa import file_name, write_vqa

@@ -8,8 +8,8 @@ import pytest
 from processes import ENVIRONMENT
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.knobs import Knobs
+from groupwise.workloads.controller.model.answer_cache import Answers
+from groupwise.workloads.controller.model.knobs import Knobs
 
 KNOBS = Knobs("low", 1, 4, 12)
 WRITER = """

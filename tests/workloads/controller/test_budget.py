@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.budget import Budget
 from groupwise.workloads.controller.conditions import condition_id, make_conditions
-from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.estimates import CountedWork
+from groupwise.workloads.controller.config import Budget, BudgetConfig
+from groupwise.workloads.controller.latency.estimates import CountedWork
 from workloads.controller.small import LinearCost, question
 from workloads.controller.tiny import OPTIONS
 

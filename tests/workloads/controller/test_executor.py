@@ -8,11 +8,10 @@ from torch import nn
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.adapter import LlavaAdapter, adapt, full_top_k
-from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.knobs import Knobs, Work, work_of_answer
-from groupwise.workloads.controller.recall import recall
+from groupwise.workloads.controller.model.adapters import LlavaAdapter, adapt, full_top_k
+from groupwise.workloads.controller.model.answer_cache import Answers, recall
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import Knobs, Work, work_of_answer
 from workloads.controller.tiny import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
 
 MODELS = {

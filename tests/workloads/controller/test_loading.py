@@ -11,13 +11,18 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.adapter import adapt
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.knobs import KnobOptions, Knobs, work_of_answer
-from groupwise.workloads.controller.loading import load_model, model_identity
-from groupwise.workloads.controller.mosaic.model import ASSET
-from groupwise.workloads.controller.mosaic.steer import mosaic_options
-from groupwise.workloads.controller.options import default_options, guessed_drop_order
+from groupwise.workloads.controller.model.adapters import adapt
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import (
+    KnobOptions,
+    Knobs,
+    default_options,
+    guessed_drop_order,
+    work_of_answer,
+)
+from groupwise.workloads.controller.model.load import load_model, model_identity
+from groupwise.workloads.controller.tasks.mosaic.model import ASSET
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
 from workloads.controller import tiny, tiny_qwen
 from workloads.controller.tiny_folders import dense_llava, llava, save_llava, save_qwen
 

@@ -3,9 +3,8 @@
 import pytest
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.knobs import Knobs
-from groupwise.workloads.controller.measuring import measure
-from groupwise.workloads.controller.subject import Subject, steered
+from groupwise.workloads.controller.latency.measure import Subject, measure, steered
+from groupwise.workloads.controller.model.knobs import Knobs
 from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 CHEAP, DEAR = Knobs("low", 1, 1, 5), Knobs("high", 1, 4, 8)

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from groupwise.meter.estimator import Estimator
-from groupwise.meter.latency import PREFILL, Measured
-from groupwise.meter.observation import Observation
-from groupwise.workloads.controller.own_estimator import own_estimator
+from groupwise.latency.estimator import Estimator
+from groupwise.latency.records import PREFILL, Measured
+from groupwise.latency.regression import Observation
+from groupwise.workloads.controller.latency.source import own_estimator
 
 TESTS = Path(__file__).parents[2]
 PROCESS = """

@@ -6,7 +6,7 @@ from torch.nn.functional import linear
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.packed import Packing, Tally, _by_expert, attend_inside_rows, packed
+from groupwise.workloads.controller.model.packing import Packing, Tally, _by_expert, attend_inside_rows, packed
 
 
 @pytest.mark.parametrize(("dtype", "width", "out"), [("float32", 8, 4), ("float64", 8, 4), ("float32", 6, 5)])

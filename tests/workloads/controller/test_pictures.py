@@ -8,10 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from groupwise.workloads.controller.adapter import LlavaAdapter, QwenAdapter
-from groupwise.workloads.controller.executor import Executor
-from groupwise.workloads.controller.features import Features
-from groupwise.workloads.controller.pictures import latency_tokens_by_picture, picture_of
+from groupwise.workloads.controller.model.adapters import LlavaAdapter, QwenAdapter
+from groupwise.workloads.controller.model.executor import Executor, latency_tokens_by_picture, picture_of
+from groupwise.workloads.controller.policy.decide import Features
 from groupwise.workloads.controller.task import Question
 from workloads.controller import tiny, tiny_qwen
 

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
-from groupwise.workloads.controller.decisions import greedy, knobs_of, sampled
-from groupwise.workloads.controller.knobs import KnobOptions
-from groupwise.workloads.controller.policy import BudgetEncoder, Policy, allowed, masked_log_softmax, parameter_counts
+from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.policy.decide import greedy, knobs_of, sampled
+from groupwise.workloads.controller.policy.network import (
+    BudgetEncoder,
+    Policy,
+    allowed,
+    masked_log_softmax,
+    parameter_counts,
+)
 from workloads.controller.tiny import OPTIONS
 
 MOLMOE = KnobOptions({"low": 3, "medium": 6, "high": 12}, total_blocks=16, full_top_k=8, drop_order=(13, 10, 8, 11))

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.errors import UserError
-from groupwise.meter.estimator import Estimator
-from groupwise.meter.latency import DECODE, PREFILL, VISION, Measured
-from groupwise.meter.machine import Machine
-from groupwise.workloads.controller.adapter import LlavaAdapter
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.knob_estimator import KnobEstimator, KnobWork, work_identity
-from groupwise.workloads.controller.knobs import Knobs, work_of_answer
-from groupwise.workloads.controller.profile import profile, prompt_length
+from groupwise.latency.estimator import Estimator
+from groupwise.latency.machine import Machine
+from groupwise.latency.records import DECODE, PREFILL, VISION, Measured
+from groupwise.workloads.controller.latency.estimates import KnobEstimator, KnobWork, work_identity
+from groupwise.workloads.controller.latency.profile import profile, prompt_length
+from groupwise.workloads.controller.model.adapters import LlavaAdapter
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import Knobs, work_of_answer
 from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 MODEL = llava_olmoe()

@@ -10,9 +10,9 @@ from torch.testing import assert_close
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.adapter import QwenAdapter, adapt, dense_blocks, full_top_k
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.knobs import Knobs, Work, work_of_answer
+from groupwise.workloads.controller.model.adapters import QwenAdapter, adapt, dense_blocks, full_top_k
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import Knobs, Work, work_of_answer
 from workloads.controller.tiny_qwen import MERGE, OPTIONS, SIDE, patches_of, qwen, sample, stock_answer
 
 MODEL = qwen()

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 from transformers import SiglipImageProcessor
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.images import Statistics, crops_by_tier, grid_of, size_within
-from groupwise.workloads.controller.loading import load_model
-from groupwise.workloads.controller.samples import sample_from
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.images import Statistics, crops_by_tier, grid_of, size_within
+from groupwise.workloads.controller.model.inputs import sample_from
+from groupwise.workloads.controller.model.load import load_model
 from workloads.controller import tiny, tiny_qwen
 from workloads.controller.tiny_folders import SEVERAL_SHADES, qwen_processor, save_llava, save_qwen, tokenizer
 

@@ -7,8 +7,15 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.accuracy import accuracy_function, check_annotators, exact, plain, vqa
-from groupwise.workloads.controller.terms import cost_table, penalty_terms
+from groupwise.workloads.controller.rewards import (
+    accuracy_function,
+    check_annotators,
+    cost_table,
+    exact,
+    penalty_terms,
+    plain,
+    vqa,
+)
 from workloads.controller.test_policy import MOLMOE
 
 

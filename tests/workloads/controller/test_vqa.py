@@ -12,15 +12,14 @@ from processes import groupwise
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.meter.machine import current_machine
+from groupwise.latency.machine import current_machine
 from groupwise.recipes import load_recipe
-from groupwise.workloads.controller.chosen_estimator import chosen_estimator
-from groupwise.workloads.controller.loading import load_model
-from groupwise.workloads.controller.samples import sample_from
-from groupwise.workloads.controller.vqa.album import Album
-from groupwise.workloads.controller.vqa.control import VqaControllerConfig
-from groupwise.workloads.controller.vqa.dataset import Entry, in_part, read_entries
-from groupwise.workloads.controller.vqa.task import final_questions
+from groupwise.workloads.controller.latency.source import chosen_estimator
+from groupwise.workloads.controller.model.inputs import sample_from
+from groupwise.workloads.controller.model.load import load_model
+from groupwise.workloads.controller.tasks.vqa.config import VqaControllerConfig
+from groupwise.workloads.controller.tasks.vqa.dataset import Entry, in_part, read_entries
+from groupwise.workloads.controller.tasks.vqa.task import Album, final_questions
 from workloads.controller.priced import priced
 from workloads.controller.tiny_folders import save_llava
 from workloads.controller.tiny_vqa import QUESTIONS_PER_IMAGE, file_name, write, write_lines, write_vqa

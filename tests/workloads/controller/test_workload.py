@@ -14,11 +14,11 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.placement import Rows
 from groupwise.core.reward import weigh
-from groupwise.train.folder import read_lines
+from groupwise.training.run_folder import read_lines
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.decisions import greedy, knobs_of, repeated, sampled
-from groupwise.workloads.controller.exact import all_rewards, best_reward, expected_reward
+from groupwise.workloads.controller.evaluate.exact import all_rewards, best_reward, expected_reward
+from groupwise.workloads.controller.policy.decide import greedy, knobs_of, repeated, sampled
 from workloads.controller.ranks import outcome
 from workloads.controller.small import EXECUTOR, LinearCost, SmallConfig, recipe
 from workloads.controller.tiny import OPTIONS

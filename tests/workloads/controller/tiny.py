@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlavaConfig, LlavaForConditionalGeneration, OlmoeConfig, SiglipVisionConfig
 
-from groupwise.workloads.controller.adapter import Sample
-from groupwise.workloads.controller.knobs import KnobOptions
+from groupwise.workloads.controller.model.adapters import Sample
+from groupwise.workloads.controller.model.knobs import KnobOptions
 
 WORDS, IMAGE_TOKEN, SIDE = 40, 39, 8
 CROPS = {"low": 1, "medium": 2, "high": 4}

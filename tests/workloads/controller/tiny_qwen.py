@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
-from groupwise.workloads.controller.adapter import Sample
-from groupwise.workloads.controller.knobs import KnobOptions
+from groupwise.workloads.controller.model.adapters import Sample
+from groupwise.workloads.controller.model.knobs import KnobOptions
 
 IMAGE_TOKEN, PATCH, MERGE = 39, 4, 2
 SIDE = PATCH * MERGE

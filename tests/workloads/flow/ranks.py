@@ -15,8 +15,8 @@ from groupwise.core.placement import place
 from groupwise.core.reward import weigh
 from groupwise.dist.comm import connect, disconnect, end_at_once
 from groupwise.recipes.flow_recam import recipe as recam
-from groupwise.train.loop import gather_ids, gather_rewards, rollout, training_steps
-from groupwise.train.run import set_up
+from groupwise.training.loop import gather_ids, gather_rewards, rollout, training_steps
+from groupwise.training.run import set_up
 from workloads.flow.small import SmallConfig
 
 PLACEMENTS = ("whole", "spread", "shuffled")

@@ -11,13 +11,13 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 import groupwise as gw
+from groupwise.rewards.call import RewardFunction
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers
-from groupwise.workloads.flow.plane.model import PlaneModel
-from groupwise.workloads.flow.plane.task import plane_conditions
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.task import FlowTask
-from groupwise.workloads.judge import RewardFunction
+from groupwise.workloads.flow.tasks.plane.model import PlaneModel
+from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 
 CPU = torch.device("cpu")
 

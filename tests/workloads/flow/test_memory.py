@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.train.folder import read_lines
-from groupwise.workloads.flow.plane.model import PlaneModel
+from groupwise.training.run_folder import read_lines
+from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from workloads.flow.small import SmallConfig, recipe
 
 

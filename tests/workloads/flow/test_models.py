@@ -8,11 +8,11 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.workloads.flow.cameras import poses_of
-from groupwise.workloads.flow.conditions import Condition
+from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity, camera_weights
-from groupwise.workloads.flow.models.folder import visiting
+from groupwise.workloads.flow.models.pipeline_folder import visiting
 from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
-from groupwise.workloads.flow.training_parts import TrainConfig
+from groupwise.workloads.flow.task import Condition
 from workloads.flow.small import CPU
 from workloads.flow.tiny_pipelines import LORA
 

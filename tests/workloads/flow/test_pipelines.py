@@ -9,8 +9,8 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.placement import Rows
 from groupwise.recipes import load_recipe
-from groupwise.train.folder import read_lines
-from groupwise.workloads.flow.dataset import read_conditions
+from groupwise.training.run_folder import read_lines
+from groupwise.workloads.flow.data import read_conditions
 from workloads.flow.small import CPU
 from workloads.flow.tiny_pipelines import pictures, recam
 

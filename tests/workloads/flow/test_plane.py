@@ -6,12 +6,20 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.workloads.flow.cameras import poses_of, rotation_errors, translation_errors
-from groupwise.workloads.flow.plane.locate import locate
-from groupwise.workloads.flow.plane.picture import draw_gif, draw_strip
-from groupwise.workloads.flow.plane.rewards import PlaneJudge
-from groupwise.workloads.flow.plane.scene import SIDE, Scenes, draw_motions, draw_scenes, film, meet, path_of
-from groupwise.workloads.flow.plane.task import plane_conditions
-from groupwise.workloads.flow.plane.words import LIGHT, encode
+from groupwise.workloads.flow.tasks.plane.charts import draw_gif, draw_strip
+from groupwise.workloads.flow.tasks.plane.rewards import PlaneJudge, locate
+from groupwise.workloads.flow.tasks.plane.scene import (
+    LIGHT,
+    SIDE,
+    Scenes,
+    draw_motions,
+    draw_scenes,
+    encode,
+    film,
+    meet,
+    path_of,
+)
+from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 
 NUMBERS = torch.arange(12)
 SCENES, MOTIONS = draw_scenes(3, NUMBERS), draw_motions(3, NUMBERS)

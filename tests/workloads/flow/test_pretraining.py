@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.plane.pretrain import Plan, build, draw_batch, loss_of, pretrain
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.plane.model import ASSET, PlaneModel, load_plane, save_plane
-from groupwise.workloads.flow.plane.pretrain.plan import Plan, draw_batch
-from groupwise.workloads.flow.plane.pretrain.run import build, loss_of, pretrain
-from groupwise.workloads.flow.plane.scene import LARGEST, draw_motions, draw_scenes, film, path_of
+from groupwise.workloads.flow.tasks.plane.model import ASSET, PlaneModel, load_plane, save_plane
+from groupwise.workloads.flow.tasks.plane.scene import LARGEST, draw_motions, draw_scenes, film, path_of
 
 TINY = Plan(steps=6, rows=2, width=24, heads=2, blocks=1, hidden=24, warmup=2, decay=2)
 

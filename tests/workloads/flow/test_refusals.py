@@ -8,9 +8,9 @@ import torch
 
 import groupwise as gw
 from groupwise.workloads.flow.cameras import poses_of
-from groupwise.workloads.flow.dataset import read_clip, read_conditions
-from groupwise.workloads.flow.pipelines import Sd3Config
-from groupwise.workloads.flow.training_parts import TrainConfig
+from groupwise.workloads.flow.config import TrainConfig
+from groupwise.workloads.flow.data import read_clip, read_conditions
+from groupwise.workloads.flow.tasks.pipelines import Sd3Config
 from workloads.flow.small import CPU
 from workloads.flow.tiny_folders import clip_file
 from workloads.flow.tiny_pipelines import recam

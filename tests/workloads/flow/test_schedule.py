@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import groupwise as gw
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig, noise_levels, window_at
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, noise_levels, window_at
 
 
 def windows(steps, count, **window):

@@ -13,10 +13,10 @@ import torch
 
 import groupwise as gw
 from groupwise.core.reward import weigh
-from groupwise.workloads.flow.conditions import Condition
-from groupwise.workloads.flow.judging import judge_clips
-from groupwise.workloads.flow.rewards import named_rewards
-from groupwise.workloads.flow.service import HttpReward
+from groupwise.rewards.http import HttpReward
+from groupwise.rewards.load import named_rewards
+from groupwise.workloads.flow.rewards import judge_clips
+from groupwise.workloads.flow.task import Condition
 
 CLIPS = torch.linspace(-1, 1, 3 * 2 * 4 * 4 * 4).view(3, 2, 4, 4, 4)
 CONDITIONS = [

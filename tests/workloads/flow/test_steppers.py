@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal, kl_divergence
 from torch.testing import assert_close
 
-from groupwise.workloads.flow.steppers import (
+from groupwise.workloads.flow.sampling.steppers import (
     STEPPERS,
     Span,
     Transition,

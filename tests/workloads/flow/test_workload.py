@@ -10,15 +10,15 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.advantage import compare
-from groupwise.core.identity import check_groups
+from groupwise.core.groups import check_groups
 from groupwise.core.placement import Rows
 from groupwise.core.reward import weigh
-from groupwise.train.folder import read_lines
-from groupwise.workloads.flow.conditions import ids_of
-from groupwise.workloads.flow.plane.task import plane_conditions
-from groupwise.workloads.flow.sampling import Denoiser
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig, window_at
-from groupwise.workloads.flow.steppers import surprise
+from groupwise.training.run_folder import read_lines
+from groupwise.workloads.flow.sampling.denoiser import Denoiser
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, window_at
+from groupwise.workloads.flow.sampling.steppers import surprise
+from groupwise.workloads.flow.task import ids_of
+from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 from workloads.flow.small import CPU, SmallConfig, recipe
 
 GOLDEN = TESTS / "golden" / "flow.json"

@@ -1,8 +1,8 @@
 """Settings of tiny pipelines, as a recipe gives them."""
 
-from groupwise.workloads.flow.pipelines import RecamConfig, Sd3Config
-from groupwise.workloads.flow.schedule import SamplingConfig, WindowConfig
-from groupwise.workloads.flow.training_parts import TrainConfig
+from groupwise.workloads.flow.config import TrainConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
+from groupwise.workloads.flow.tasks.pipelines import RecamConfig, Sd3Config
 
 LORA = TrainConfig(lora_rank=2, lora_alpha=4)
 

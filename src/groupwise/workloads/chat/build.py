@@ -1,26 +1,31 @@
-"""From settings to a workload: model, tokenizer, prompts and rewards are loaded, and refused where they do not fit."""
+"""From settings to a workload: model, tokenizer, prompts and rewards are loaded, and refused where they do not fit.
+The trained model of a run as a folder that transformers loads, its adapter merged in.
+"""
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.chat.arithmetic.dialogues import rows
-from groupwise.workloads.chat.arithmetic.problems import Split
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig
-from groupwise.workloads.chat.policy import Policy, load_policy
-from groupwise.workloads.chat.prompts import Limits, Prompts, make_prompts
+from groupwise.data.rows import Table, read_table
+from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, PolicyConfig
+from groupwise.workloads.chat.data import Limits, Prompts, make_prompts
+from groupwise.workloads.chat.engine.policy import Policy, load_policy
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
-from groupwise.workloads.chat.table import Table, read_table
+from groupwise.workloads.chat.tasks.arithmetic.task import Split, rows
 from groupwise.workloads.chat.workload import ChatParts, ChatWorkload
+from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_good
 
-ASSET = Path(__file__).parent / "arithmetic" / "asset"
+ASSET = Path(__file__).parent / "tasks" / "arithmetic" / "asset"
 _EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
 
 
@@ -96,3 +101,36 @@ def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limit
 
 def _embedded(split: Split) -> list[dict[str, Any]]:
     return rows(split, _EMBEDDED_ROWS[split], seed=0)
+
+
+def export(run: Path | str, folder: Path | str) -> Path:
+    """Write model and tokenizer of the run's newest good checkpoint; averaged weights where the run kept any."""
+    run, folder = Path(run), Path(folder)
+    checkpoint = newest_good(run / "checkpoints", lambda told: warnings.warn(told, stacklevel=2))
+    if checkpoint is None or not (run / "config.json").is_file():
+        raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
+    config = ChatConfig(policy=_policy_config(run))
+    policy = first_policy(config, torch.device("cpu"))
+    _fill(policy, checkpoint)
+    model = policy.model if config.policy.lora_rank is None else policy.model.merge_and_unload()
+    model.save_pretrained(folder)
+    load_tokenizer(config).save_pretrained(folder)
+    return folder
+
+
+def _policy_config(run: Path) -> PolicyConfig:
+    saved = json.loads((run / "config.json").read_text())["workload"].get("policy")
+    if saved is None:
+        raise UserError(f"The run in {run} is of another workload than chat, so it has no language model to export.")
+    known = {field.name for field in fields(PolicyConfig)}
+    values: dict[str, Any] = {name: value for name, value in saved.items() if name in known}
+    return PolicyConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
+
+
+@torch.no_grad()
+def _fill(policy: Policy, checkpoint: Path) -> None:
+    averaged = checkpoint / AVERAGED_WEIGHTS
+    own = dict(policy.named_parameters())
+    for name, tensor in load_file(averaged if averaged.is_file() else checkpoint / WEIGHTS).items():
+        if name in own:
+            own[name].copy_(tensor)

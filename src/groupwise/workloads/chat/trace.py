@@ -11,14 +11,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from groupwise.plan.language import DRAWN_BYTES, LanguageMemory
-from groupwise.plan.parts import Job
-from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, traced, traced_update
-from groupwise.workloads.chat.completion import Completion
-from groupwise.workloads.chat.engine_config import PolicyConfig, Sampling
-from groupwise.workloads.chat.flight import Flight
-from groupwise.workloads.chat.policy import Policy, make_policy
-from groupwise.workloads.chat.scoring import score
+from groupwise.memory.stages import Job
+from groupwise.memory.trace import LiveBytes, fake_tensors, make_fake, traced, traced_update
+from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.engine.policy import Policy, make_policy
+from groupwise.workloads.chat.engine.sampler import Completion
+from groupwise.workloads.chat.engine.scheduler import Flight
+from groupwise.workloads.chat.engine.score import score
+from groupwise.workloads.chat.memory import DRAWN_BYTES, LanguageMemory
 
 
 def policy_like(model_config: Any, config: PolicyConfig, *, fake: bool = True) -> Policy:

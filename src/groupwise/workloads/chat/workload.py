@@ -14,19 +14,16 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.placement import Rows
 from groupwise.core.types import Rollouts, Scored, Terms
-from groupwise.workloads.base import Workload
-from groupwise.workloads.chat.completion import Completion, padded, token_mask
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig
-from groupwise.workloads.chat.engine_config import Sampling
-from groupwise.workloads.chat.passes import cut_into_passes
-from groupwise.workloads.chat.policy import Policy
-from groupwise.workloads.chat.prompts import Prompts
-from groupwise.workloads.chat.rollout import generate
-from groupwise.workloads.chat.scoring import score
-from groupwise.workloads.chat.table import counted
-from groupwise.workloads.chat.watch import alarm_of, measures_of
-from groupwise.workloads.judge import RewardFunction, judge
-from groupwise.workloads.report import Report
+from groupwise.data.rows import counted
+from groupwise.rewards.call import RewardFunction, judge
+from groupwise.workloads.base import Report, Workload
+from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, Sampling
+from groupwise.workloads.chat.data import Prompts
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.policy import Policy
+from groupwise.workloads.chat.engine.sampler import Completion, padded, token_mask
+from groupwise.workloads.chat.engine.score import cut_into_passes, score
+from groupwise.workloads.chat.report import alarm_of, measures_of
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.identity import group_id
-from groupwise.workloads.controller.budget import Budget, refusal
-from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.estimates import Costs, LatencyEstimator, costs
-from groupwise.workloads.controller.knobs import KnobOptions
+from groupwise.core.groups import group_id
+from groupwise.workloads.controller.config import Budget, BudgetConfig, refusal
+from groupwise.workloads.controller.latency.estimates import Costs, LatencyEstimator, costs
+from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
 
 Rows = Int64[Tensor, " rows"]

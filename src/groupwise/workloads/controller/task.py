@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.adapter import Sample
-from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.estimates import LatencyEstimator
-from groupwise.workloads.controller.executor import Executor, Prefix, Request
-from groupwise.workloads.controller.recall import recall
+from groupwise.workloads.controller.latency.estimates import LatencyEstimator
+from groupwise.workloads.controller.model.adapters import Sample
+from groupwise.workloads.controller.model.answer_cache import Answers, recall
+from groupwise.workloads.controller.model.executor import Executor, Prefix, Request
 
 
 @dataclass(frozen=True)

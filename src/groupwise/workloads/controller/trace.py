@@ -11,19 +11,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from groupwise.plan.frozen import FrozenMemory
-from groupwise.plan.parts import Job
-from groupwise.plan.trace import LiveBytes, fake_tensors, make_fake, traced, traced_update
-from groupwise.workloads.controller.adapter import Sample, adapt
+from groupwise.memory.stages import Job
+from groupwise.memory.trace import LiveBytes, fake_tensors, make_fake, traced, traced_update
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.decisions import Controller, knobs_of, repeated
-from groupwise.workloads.controller.estimates import CountedWork
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.features import Features
-from groupwise.workloads.controller.knobs import KnobOptions
-from groupwise.workloads.controller.options import default_options
-from groupwise.workloads.controller.policy import Policy
+from groupwise.workloads.controller.latency.estimates import CountedWork
+from groupwise.workloads.controller.memory import FrozenMemory
+from groupwise.workloads.controller.model.adapters import Sample, adapt
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import KnobOptions, default_options
+from groupwise.workloads.controller.policy.decide import Controller, Features, knobs_of, repeated
+from groupwise.workloads.controller.policy.network import Policy
 from groupwise.workloads.controller.task import Question
 
 _ONE_BUDGET = BudgetConfig((1.0,), respect="penalty")

@@ -11,19 +11,24 @@ from torch import Tensor
 
 from groupwise.core.placement import Rows
 from groupwise.core.types import Rollouts, Scored, Terms, concatenate
-from groupwise.workloads.base import Workload
-from groupwise.workloads.controller.accuracy import accuracy_function, check_annotators
+from groupwise.rewards.call import judge
+from groupwise.workloads.base import Report, Workload
 from groupwise.workloads.controller.conditions import at, make_conditions
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.decisions import DECISIONS, Controller, greedy, knobs_of, repeated, sampled
-from groupwise.workloads.controller.executor import Prefix, Request
-from groupwise.workloads.controller.features import Features
-from groupwise.workloads.controller.policy import Policy, parameter_counts
-from groupwise.workloads.controller.pretrained import files_of, settings_of
+from groupwise.workloads.controller.model.executor import Prefix, Request
+from groupwise.workloads.controller.policy.decide import (
+    DECISIONS,
+    Controller,
+    Features,
+    greedy,
+    knobs_of,
+    repeated,
+    sampled,
+)
+from groupwise.workloads.controller.policy.network import Policy, parameter_counts
+from groupwise.workloads.controller.rewards import accuracy_function, check_annotators, cost_table, penalty_terms
+from groupwise.workloads.controller.serving.files import files_of, settings_of
 from groupwise.workloads.controller.task import Question, Task
-from groupwise.workloads.controller.terms import cost_table, penalty_terms
-from groupwise.workloads.judge import judge
-from groupwise.workloads.report import Report
 
 
 class ControllerWorkload(Workload):
@@ -107,7 +112,7 @@ class ControllerWorkload(Workload):
 
     def report(self) -> Report | None:
         """Measured answers to test questions, beside baselines; None where the task has no test questions."""
-        from groupwise.workloads.controller.validate.report import validate
+        from groupwise.workloads.controller.evaluate.report import validate
 
         return validate(self) if self.task.test is not None else None
 

@@ -1,47 +1,43 @@
-"""Rewards by name and place: `name=module:function` in process, `name=http://...` as a service."""
+"""Clips into named rewards. A reward that fails is missing, not zero."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from groupwise.core.errors import UserError
-from groupwise.workloads.flow.service import HttpReward
-from groupwise.workloads.judge import RewardFunction
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
-
-def named_rewards(places: Sequence[str], service: HttpReward) -> dict[str, RewardFunction]:
-    """The functions behind `name=place`; services are called with the settings of the given one."""
-    found: dict[str, RewardFunction] = {}
-    for entry in places:
-        name, _, place = entry.partition("=")
-        if not name or not place or name in found:
-            raise UserError(
-                f"workload.rewards holds '{entry}': each must be name=module:function or name=http://host/path, every"
-                " name once."
-            )
-        is_service = place.startswith(("http://", "https://"))
-        found[name] = replace(service, url=place) if is_service else _own(entry, place)
-    if not found:
-        raise UserError(
-            "workload.rewards is empty, so there is nothing to learn from. Give name=module:function or"
-            " name=http://host/path, once or more."
-        )
-    return found
+from groupwise.core.types import Terms
+from groupwise.rewards.call import RewardFunction, judge
+from groupwise.workloads.flow.task import Condition
 
 
-def _own(entry: str, place: str) -> RewardFunction:
-    module, _, function = place.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        reward: RewardFunction = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"workload.rewards holds '{entry}', which cannot be imported ({error}). Check the spelling, and that the"
-            " module is on PYTHONPATH."
-        ) from error
-    return reward
+def judge_clips(
+    functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], clips: Float[Tensor, "rows ..."]
+) -> Terms:
+    """All functions on all clips, with what their conditions are made of as columns."""
+    names = dict.fromkeys(name for condition in conditions for name in condition.columns)
+    columns: dict[str, list[Any]] = {name: [each.columns.get(name) for each in conditions] for name in names}
+    columns |= {
+        "cameras": [each.camera for each in conditions],
+        "sources": [each.source for each in conditions],
+        "names": [each.name for each in conditions],
+    }
+    return judge(functions, [each.prompt for each in conditions], list(clips), **columns)
+
+
+def judge_steps(
+    functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], expected: Sequence[Tensor], terms: Terms
+) -> Terms:
+    """The terms, and with them those of single steps: each step's expected clips are judged like finished ones."""
+    judged = [judge_clips(functions, conditions, clips) for clips in expected]
+    steps = {name: torch.stack([each.values[name] for each in judged], dim=1) for name in functions}
+    failures = {name: reason for each in judged for name, reason in each.failures.items()}
+    return Terms(terms.values, {**terms.failures, **failures}, steps)
+
+
+def weighed(terms: Terms, weights: Mapping[str, float]) -> Float[Tensor, " rows"]:
+    """The weighted sum of the terms that have a weight here."""
+    return torch.stack([weight * terms.values[name] for name, weight in weights.items()] or [torch.zeros(1)]).sum(0)

@@ -12,16 +12,16 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from groupwise.plan.parts import Job
-from groupwise.plan.trace import fake_tensors, make_fake, traced, traced_update
-from groupwise.plan.video import VideoMemory
-from groupwise.workloads.flow.models.adapters import choose_trained
+from groupwise.memory.stages import Job
+from groupwise.memory.trace import fake_tensors, make_fake, traced, traced_update
+from groupwise.workloads.flow.config import TrainConfig
+from groupwise.workloads.flow.memory import VideoMemory
 from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.models.camera_layers import POSE, add_camera_layers, camera_velocity
-from groupwise.workloads.flow.sampling import Denoiser
-from groupwise.workloads.flow.schedule import SamplingConfig
-from groupwise.workloads.flow.steppers import log_probability
-from groupwise.workloads.flow.training_parts import TrainConfig
+from groupwise.workloads.flow.models.trained_parts import choose_trained
+from groupwise.workloads.flow.sampling.denoiser import Denoiser
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig
+from groupwise.workloads.flow.sampling.steppers import log_probability
 
 
 def transformer_like(

@@ -12,15 +12,14 @@ from torch import Tensor
 from groupwise.core.placement import Rows
 from groupwise.core.types import Rollouts, Scored, Terms, concatenate
 from groupwise.workloads.base import Workload
-from groupwise.workloads.flow.conditions import Condition, check_condition, check_sizes, ids_of
 from groupwise.workloads.flow.config import FlowConfig
-from groupwise.workloads.flow.encodings import Encodings
-from groupwise.workloads.flow.judging import judge_clips, judge_steps, weighed
-from groupwise.workloads.flow.models.adapters import keep_block_inputs_only
 from groupwise.workloads.flow.models.base import GuidedVelocity
-from groupwise.workloads.flow.sampling import Denoiser, first_of_each
-from groupwise.workloads.flow.steppers import divergence, log_probability
-from groupwise.workloads.flow.task import FlowTask
+from groupwise.workloads.flow.models.trained_parts import keep_block_inputs_only
+from groupwise.workloads.flow.rewards import judge_clips, judge_steps, weighed
+from groupwise.workloads.flow.sampling.denoiser import Denoiser, first_of_each
+from groupwise.workloads.flow.sampling.encodings import Encodings
+from groupwise.workloads.flow.sampling.steppers import divergence, log_probability
+from groupwise.workloads.flow.task import Condition, FlowTask, check_condition, check_sizes, ids_of
 
 
 class FlowWorkload(Workload):

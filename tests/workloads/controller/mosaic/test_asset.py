@@ -4,12 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools.mosaic.importance import answer_losses, features_of, load_drop_order, make_exam
 from transformers import LlavaForConditionalGeneration
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.mosaic.crops import Tier, cut
-from groupwise.workloads.controller.mosaic.digits import Split
-from groupwise.workloads.controller.mosaic.model import (
+from groupwise.workloads.controller.tasks.mosaic.model import (
     ASSET,
     FIRST_DROPPABLE_BLOCK,
     answer_logits,
@@ -17,8 +16,7 @@ from groupwise.workloads.controller.mosaic.model import (
     kept_blocks,
     load_mosaic,
 )
-from groupwise.workloads.controller.mosaic.score.accuracy import answer_losses, features_of, make_exam
-from groupwise.workloads.controller.mosaic.score.importance import load_drop_order
+from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier, cut
 
 EXAM = make_exam(Split.TEST, 40)
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from groupwise.workloads.controller.mosaic.crops import Tier, coverage, cut, image_tokens
-from groupwise.workloads.controller.mosaic.scene import lay_out
+from groupwise.workloads.controller.tasks.mosaic.scene import Tier, coverage, cut, image_tokens, lay_out
 
 
 @pytest.mark.parametrize(("tier", "crops"), [(Tier.LOW, 3), (Tier.MEDIUM, 6), (Tier.HIGH, 12)])

@@ -5,8 +5,16 @@ from itertools import combinations
 import numpy as np
 import torch
 
-from groupwise.workloads.controller.mosaic.digits import PLAIN_JITTER, Jitter, Split, draw_tiles, load_handwriting
-from groupwise.workloads.controller.mosaic.scene import EMPTY, draw_mosaics, lay_out
+from groupwise.workloads.controller.tasks.mosaic.scene import (
+    EMPTY,
+    PLAIN_JITTER,
+    Jitter,
+    Split,
+    draw_mosaics,
+    draw_tiles,
+    lay_out,
+    load_handwriting,
+)
 
 
 def test_no_image_is_in_two_splits():

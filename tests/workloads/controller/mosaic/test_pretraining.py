@@ -5,15 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tools.mosaic.curriculum import Plan, draw_kinds, draw_knobs, famous_names_at
+from tools.mosaic.importance import answer_losses, features_of, make_exam
+from tools.mosaic.pretrain import build, pretrain
 
-from groupwise.workloads.controller.mosaic.crops import Tier, cut
-from groupwise.workloads.controller.mosaic.digits import Split
-from groupwise.workloads.controller.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
-from groupwise.workloads.controller.mosaic.pretrain.initial import build
-from groupwise.workloads.controller.mosaic.pretrain.plan import Plan, draw_kinds, draw_knobs, famous_names_at
-from groupwise.workloads.controller.mosaic.pretrain.run import pretrain
-from groupwise.workloads.controller.mosaic.questions import KINDS, Kind, ask
-from groupwise.workloads.controller.mosaic.score.accuracy import answer_losses, features_of, make_exam
+from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
+from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, Kind, ask
+from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier, cut
 
 TINY = Plan(
     size=MosaicSize(width=16, heads=2, expert_width=8, vision_width=16, vision_blocks=1, blocks=6),

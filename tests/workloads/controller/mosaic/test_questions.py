@@ -5,9 +5,17 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from groupwise.workloads.controller.mosaic.questions import KINDS, Kind, ask, read_aloud
-from groupwise.workloads.controller.mosaic.scene import EMPTY
-from groupwise.workloads.controller.mosaic.words import TOKEN_OF, VOCABULARY_SIZE, decode, encode
+from groupwise.workloads.controller.tasks.mosaic.questions import (
+    KINDS,
+    TOKEN_OF,
+    VOCABULARY_SIZE,
+    Kind,
+    ask,
+    decode,
+    encode,
+    read_aloud,
+)
+from groupwise.workloads.controller.tasks.mosaic.scene import EMPTY
 
 _ = 10  # an empty tile
 #                   a1 a2 a3 a4  b1 b2 b3 b4  c1 c2 c3 c4

@@ -4,15 +4,14 @@ import random
 
 import numpy as np
 import pytest
+from tools.mosaic.answer_table import answer_every_configuration
 
 from groupwise.recipes import load_recipe
-from groupwise.workloads.controller.adapter import LlavaAdapter
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.mosaic.model import ASSET, load_mosaic
-from groupwise.workloads.controller.mosaic.remember import answer_every_configuration
-from groupwise.workloads.controller.mosaic.remembered import TABLE, load_remembered, save_remembered
-from groupwise.workloads.controller.mosaic.steer import mosaic_options
-from groupwise.workloads.controller.mosaic.task import Part, mosaic_questions
+from groupwise.workloads.controller.model.adapters import LlavaAdapter
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.tasks.mosaic.answer_table import TABLE, load_remembered, save_remembered
+from groupwise.workloads.controller.tasks.mosaic.model import ASSET, load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_options, mosaic_questions
 
 OPTIONS = mosaic_options()
 EVERY = list(OPTIONS.all())

@@ -4,16 +4,15 @@ import random
 
 import pytest
 import torch
+from tools.mosaic.importance import make_exam
 from torch.testing import assert_close
 
-from groupwise.workloads.controller.adapter import LlavaAdapter
-from groupwise.workloads.controller.executor import Executor, Request
-from groupwise.workloads.controller.knobs import Knobs
-from groupwise.workloads.controller.mosaic.crops import Tier
-from groupwise.workloads.controller.mosaic.digits import Split
-from groupwise.workloads.controller.mosaic.model import answer_logits, configured, load_mosaic
-from groupwise.workloads.controller.mosaic.score.accuracy import make_exam
-from groupwise.workloads.controller.mosaic.steer import mosaic_options, mosaic_sample
+from groupwise.workloads.controller.model.adapters import LlavaAdapter
+from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.knobs import Knobs
+from groupwise.workloads.controller.tasks.mosaic.model import answer_logits, configured, load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 EXAM, OPTIONS = make_exam(Split.TEST, 4), mosaic_options()
 

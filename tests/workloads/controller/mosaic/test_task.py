@@ -11,16 +11,14 @@ from processes import ENVIRONMENT
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
-from groupwise.workloads.controller.adapter import LlavaAdapter
-from groupwise.workloads.controller.estimates import CountedWork
-from groupwise.workloads.controller.executor import Executor
-from groupwise.workloads.controller.mosaic.control import MosaicControllerConfig
-from groupwise.workloads.controller.mosaic.digits import Split, load_handwriting
-from groupwise.workloads.controller.mosaic.model import load_mosaic
-from groupwise.workloads.controller.mosaic.questions import KINDS
-from groupwise.workloads.controller.mosaic.steer import mosaic_options
-from groupwise.workloads.controller.mosaic.task import Part, handwriting_of, mosaic_questions
-from groupwise.workloads.controller.mosaic.words import encode
+from groupwise.workloads.controller.latency.estimates import CountedWork
+from groupwise.workloads.controller.model.adapters import LlavaAdapter
+from groupwise.workloads.controller.model.executor import Executor
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicControllerConfig
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, encode
+from groupwise.workloads.controller.tasks.mosaic.scene import Split, load_handwriting
+from groupwise.workloads.controller.tasks.mosaic.task import Part, handwriting_of, mosaic_options, mosaic_questions
 
 
 def test_no_two_parts_and_not_the_pretraining_share_an_image():

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.workloads.controller.validate import methods
-from groupwise.workloads.controller.validate.exam import Exam
+from groupwise.workloads.controller.evaluate import baselines as methods
+from groupwise.workloads.controller.evaluate.exact import Exam
 
 MEDIAN_MS = torch.tensor([1.0, 2.0, 3.0, 4.0])
 

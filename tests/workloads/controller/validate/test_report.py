@@ -13,15 +13,14 @@ import groupwise as gw
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
-from groupwise.workloads.controller.decisions import Controller, greedy, knobs_of
-from groupwise.workloads.controller.executor import Request
-from groupwise.workloads.controller.knob_estimator import KnobEstimator
-from groupwise.workloads.controller.serve import Allowance, Server
-from groupwise.workloads.controller.validate.exam import make_exam
-from groupwise.workloads.controller.validate.imitation import imitate, labels
-from groupwise.workloads.controller.validate.methods import controlled
-from groupwise.workloads.controller.validate.report import at_the_pace_of_now
-from groupwise.workloads.controller.validate.tables import tables
+from groupwise.workloads.controller.evaluate.baselines import controlled, imitate, labels
+from groupwise.workloads.controller.evaluate.exact import make_exam
+from groupwise.workloads.controller.evaluate.render import tables
+from groupwise.workloads.controller.evaluate.report import at_the_pace_of_now
+from groupwise.workloads.controller.latency.estimates import KnobEstimator
+from groupwise.workloads.controller.model.executor import Request
+from groupwise.workloads.controller.policy.decide import Controller, greedy, knobs_of
+from groupwise.workloads.controller.serving.server import Allowance, Server
 from workloads.controller.priced import priced
 from workloads.controller.small import EXECUTOR, SmallConfig, recipe
 from workloads.controller.tiny import OPTIONS

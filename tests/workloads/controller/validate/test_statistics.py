@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from groupwise.workloads.controller.validate.statistics import gap_closed, gap_interval, is_noise, wilson
+from groupwise.workloads.controller.evaluate.metrics import gap_closed, gap_interval, is_noise, wilson
 
 
 def test_gap_closed_by_hand():

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from groupwise.workloads.flow.conditions import Asked, Condition
+from groupwise.workloads.flow.task import Asked, Condition
 
 Encoding = Mapping[str, Tensor]
 """What the transformer is told besides latents and noise level, by name; one condition's, or those of many rows."""

@@ -11,11 +11,11 @@ from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.flow.conditions import Asked, Condition
-from groupwise.workloads.flow.models.adapters import choose_trained
+from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.models.base import UNPROMPTED, Encoding
-from groupwise.workloads.flow.models.folder import check_pipeline, load_rest, load_transformer, visiting
-from groupwise.workloads.flow.training_parts import TrainConfig
+from groupwise.workloads.flow.models.pipeline_folder import check_pipeline, load_rest, load_transformer, visiting
+from groupwise.workloads.flow.models.trained_parts import choose_trained
+from groupwise.workloads.flow.task import Asked, Condition
 
 
 class Sd3Model:

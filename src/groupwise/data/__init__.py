@@ -1,0 +1,1 @@
+"""Reading rows of data."""

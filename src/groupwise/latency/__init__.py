@@ -1,0 +1,1 @@
+"""Clocks, latency records, estimator."""

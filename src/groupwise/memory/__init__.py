@@ -1,0 +1,1 @@
+"""Memory: plan, trace, measurement, recovery."""

@@ -1,0 +1,1 @@
+"""One reward layer for all workloads."""

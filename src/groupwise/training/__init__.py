@@ -1,0 +1,1 @@
+"""Training: the loop, a round, the update, checkpoints, the run."""

@@ -1,0 +1,236 @@
+"""Everything that can be set about a run. No torch here: `--help` answers at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
+from groupwise.core.errors import UserError, require, require_types
+from groupwise.core.shape import PLENTY, Shape
+from groupwise.memory.stages import Job
+from groupwise.workloads.base import WorkloadConfig
+
+
+@dataclass(frozen=True)
+class OptimiserConfig:
+    learning_rate: float = 1e-3
+    """Highest learning rate of AdamW."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls after the warm-up, towards 0 at the end of the run."""
+    warmup_updates: int = 0
+    """Updates over which the learning rate rises from 0."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Averaging of AdamW's first and second moment."""
+    max_grad_norm: float | None = 1.0
+    """Gradients are scaled down to this norm; None for no limit."""
+    updates_per_rollout: int = 1
+    """Updates on each step's rollouts. From the second on, the ratio differs from 1 and clipping acts."""
+    ema_decay: float | None = None
+    """Keep an average of the policy's weights with this decay; evaluation then uses it. None for none."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "optimiser.")
+        rules = {
+            "learning_rate": (0 < self.learning_rate < 1000, "above 0 and below 1000 (1e-6 to 1e-2 are common)"),
+            "warmup_updates": (self.warmup_updates >= 0, "0 or more"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
+            "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
+            "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None"),
+            "updates_per_rollout": (self.updates_per_rollout >= 1, "at least 1"),
+            "ema_decay": (self.ema_decay is None or 0 <= self.ema_decay < 1, "from 0 to below 1, or None"),
+        }
+        for name, (holds, rule) in rules.items():
+            require(holds, f"optimiser.{name}", getattr(self, name), rule)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    run_dir: Path | None = None
+    """Folder of this run: config, metrics, samples, checkpoints. None takes runs/ and the recipe's name."""
+    resume: bool = False
+    """Continue from the newest good checkpoint in run_dir; begin where there is none yet."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints; the last step always writes one."""
+    keep_checkpoints: int = 3
+    """Newest checkpoints that are kept."""
+    eval_every: int = 0
+    """Steps between evaluations; 0 evaluates before the first and after the last step only."""
+    samples_per_step: int = 4
+    """Rollouts a step that are written to samples.jsonl."""
+    show_samples_every: int = 0
+    """Steps between tables of those rollouts on the screen; 0 shows none."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where to send metrics besides metrics.jsonl."""
+    threads: int = 1
+    """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
+    preflight: bool = True
+    """Check the set-up on the first pass before training."""
+    grow_after: int = 100
+    """When memory ran out and rows_per_pass was halved: steps without a shortage after which it grows again, towards
+    what was set. Each further shortage doubles the wait. 0 for never."""
+    may_shrink: tuple[str, ...] = ()
+    """What may be halved, for the rest of the run, when memory runs out at one row: max_new_tokens for chat. It changes
+    what is learned, so by itself nothing is."""
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1}
+        least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0, "grow_after": 0}
+        for name, number in least.items():
+            require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A full experiment. A recipe returns one; the command line changes its fields."""
+
+    workload: WorkloadConfig
+    steps: int = 100
+    """Steps to train: each rolls out conditions_per_step x group_size times and updates the policy."""
+    seed: int = 0
+    """Decides the order of conditions and every random number. Same seed, same run."""
+    conditions_per_step: int = 8
+    """Conditions (prompts, tasks) drawn for a step, without replacement."""
+    group_size: int = 8
+    """Rollouts of each condition; they are compared only with each other."""
+    rows_per_pass: int | Literal["auto"] = 8
+    """Rows that go through the model together. A memory knob: it never changes the result. auto takes the most that the
+    memory plan and a trial step on the device agree on."""
+    refill: int = 0
+    """Rounds of further conditions that a step may roll out while fewer than conditions_per_step groups have spread
+    (dynamic sampling). What is dropped is counted. 0 trains on what there is."""
+    placement: str = "whole"
+    """Where members run: whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
+    recipe: tyro.conf.Suppress[str] = ""
+
+    def __post_init__(self) -> None:
+        require_types(self)
+        require(self.steps >= 1, "steps", self.steps, "at least 1")
+        whole = isinstance(self.rows_per_pass, int) and not isinstance(self.rows_per_pass, bool)
+        require(whole or self.rows_per_pass == "auto", "rows_per_pass", self.rows_per_pass, "a whole number, or auto")
+        require(self.refill >= 0, "refill", self.refill, "0 or more")
+        if self.run.may_shrink and self.optimiser.updates_per_rollout > 1:
+            raise UserError(
+                f"--may-shrink is {' '.join(self.run.may_shrink)} and optimiser.updates_per_rollout"
+                f" {self.optimiser.updates_per_rollout}: a step begins again when something shrinks, which it cannot"
+                " between its updates. Take one update a rollout, or leave --may-shrink out."
+            )
+        if self.group_size < 2:
+            self.shape(conditions=max(self.conditions_per_step, 1))
+
+    def shape(self, *, conditions: int, ranks: int = 1) -> Shape:
+        """The arithmetic of a step; refuses what does not fit."""
+        reserved = (1 + self.refill) * self.conditions_per_step
+        if self.refill and conditions < 2 * reserved - 1 and conditions % reserved:
+            most = (conditions + 1) // 2 // self.conditions_per_step - 1
+            raise UserError(
+                f"refill is {self.refill}, so a step reserves {1 + self.refill} x conditions_per_step"
+                f" {self.conditions_per_step} = {reserved} conditions, all different, and the dataset holds"
+                f" {conditions}: it must hold a multiple of them, or at least {2 * reserved - 1}. Take refill"
+                f" {max(0, most)} or less."
+            )
+        rows = 1 if self.rows_per_pass == "auto" else self.rows_per_pass
+        return Shape(conditions, self.conditions_per_step, self.group_size, ranks, rows, self.placement)
+
+    def job(self, *, ranks: int = 1, sharded: bool = False, fused: bool = False) -> Job:
+        """The numbers that decide the memory of a run, whatever the dataset's size."""
+        return Job(
+            self.shape(conditions=PLENTY, ranks=ranks),
+            kl=self.loss.kl > 0,
+            ema=self.optimiser.ema_decay is not None,
+            sharded=sharded,
+            fused=fused,
+        )
+
+    @property
+    def updates(self) -> int:
+        return self.steps * self.optimiser.updates_per_rollout
+
+
+MEMORY_KNOBS = (
+    "rows_per_pass",
+    "workload.decode_rows",
+    "workload.tokens_per_pass",
+    "workload.encode_rows_per_pass",
+    "workload.eval_rows_per_pass",
+)
+"""Fields that cut the work and change no result."""
+FREE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_KNOBS)
+"""Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate or the
+entropy bonus falls."""
+
+
+def memory_knobs(plain: Mapping[str, Any]) -> list[Any]:
+    """Their values in a config as JSON values; None for one that its workload does not have."""
+    fields = {**plain, **{f"workload.{name}": value for name, value in plain["workload"].items()}}
+    return [fields.get(name) for name in MEMORY_KNOBS]
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """Nested frozen configs as JSON values."""
+    plain: dict[str, Any] = {}
+    for entry in dataclasses.fields(config):
+        value = getattr(config, entry.name)
+        plain[entry.name] = to_dict(value) if dataclasses.is_dataclass(value) else _plain(value)
+    return plain
+
+
+def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+    """A config of the same types with the given (JSON) values: the inverse of `to_dict`."""
+    changed = {}
+    for entry in dataclasses.fields(config):
+        if entry.name not in values:
+            continue
+        present, value = getattr(config, entry.name), values[entry.name]
+        if dataclasses.is_dataclass(present):
+            changed[entry.name] = with_values(present, value)
+        elif isinstance(value, list):
+            changed[entry.name] = tuple(value)
+        elif "Path" in str(entry.type):
+            changed[entry.name] = Path(value) if value is not None else None
+        elif _is_plain(present) or isinstance(present, Mapping):
+            changed[entry.name] = value
+    return dataclasses.replace(config, **changed)
+
+
+def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Sentences naming every field that two plain configs set differently."""
+    lines = []
+    for name in sorted(set(ours) | set(theirs)):
+        if f"{prefix}{name}" in FREE_ON_RESUME:
+            continue
+        here, there = ours.get(name), theirs.get(name)
+        if isinstance(here, Mapping) and isinstance(there, Mapping):
+            lines += differing_fields(here, there, f"{prefix}{name}.")
+        elif here != there:
+            lines.append(f"{prefix}{name} was {there} and is now {here}")
+    return lines
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value; what has none (a function, a class) is written as text and taken from the recipe again."""
+    if isinstance(value, Mapping):
+        return {name: _plain(entry) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(entry) for entry in value]
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return value if _is_plain(value) else str(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool)

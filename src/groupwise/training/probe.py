@@ -1,0 +1,122 @@
+"""Try a real step to see what memory it takes. Nothing of the run is changed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from groupwise.core.errors import OutOfMemoryError
+from groupwise.core.placement import place
+from groupwise.core.shape import largest_fitting_rows
+from groupwise.core.types import Rollouts
+from groupwise.memory.measure import Peak, device_bytes
+from groupwise.memory.monitor import known_memory
+from groupwise.memory.plan import AGGRESSIVE
+from groupwise.memory.recovery import Cut, Moment, free
+from groupwise.memory.stages import Job, Stages
+from groupwise.training.loop import gather_rewards, rollout
+from groupwise.training.state import make_room, moments_to_come
+
+if TYPE_CHECKING:
+    from groupwise.training.config import Config
+    from groupwise.training.setup import Setup
+
+FULL = 0.9
+"""Share of the device that a probed step may take."""
+
+
+def probe(config: Config) -> dict[str, int]:
+    """Highest bytes of a rollout and of an update, on this device with this config."""
+    from groupwise.training.setup import set_up
+
+    setup = set_up(config)
+    rows, found = setup.state.cut.rows_per_pass, dict[str, int]()
+    with _undone(setup):
+        with _watched(setup) as peak:
+            rollouts = _roll_out(setup, rows)
+            found["rollout"] = peak()
+        with _watched(setup) as peak:
+            _update(setup, rollouts, rows)
+            found["update"] = peak()
+    return found
+
+
+def choose_rows(setup: Setup) -> int:
+    """The largest rows_per_pass that the plan, where there is one, and a real step on the device agree on."""
+    model = known_memory(setup.config.workload)
+    device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # the smallest, so that all ranks decide alike
+    job = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
+    most = setup.shape.rollouts_per_rank
+    while (rows := largest_fitting_rows(setup.shape, most)) is not None:
+        planned = _planned(job, rows, model.stages) if model is not None else None
+        if planned is None or planned <= AGGRESSIVE * device:
+            measured = _measured(setup, rows)
+            if measured is not None and measured <= FULL * device:
+                return rows
+        most = rows - 1
+    return 1
+
+
+def _planned(job: Job, rows: int, stages: Callable[[Job], Stages]) -> int:
+    return stages(replace(job, shape=replace(job.shape, rows_per_pass=rows))).with_margin().peak
+
+
+def _measured(setup: Setup, rows: int) -> int | None:
+    """The peak of a step on the fullest rank; None where memory ran out on some rank."""
+    with _undone(setup):
+        peak = Peak(setup.comm.device)
+        try:
+            _update(setup, _roll_out(setup, rows), rows)
+        except OutOfMemoryError:
+            return None
+        return peak.fullest(setup.comm).peak
+
+
+def _roll_out(setup: Setup, rows: int) -> Rollouts:
+    """As in every step but the first: with the optimiser's moments."""
+    with setup.comm.together("Making room for the optimiser"):
+        moments = moments_to_come(setup.state)
+    placed = place(setup.shape, seed=setup.config.seed, step=setup.state.step)
+    rollouts = rollout(setup.workload, placed, setup.comm, Cut(rows))
+    gather_rewards(setup.workload, rollouts, setup.comm)
+    del moments
+    return rollouts
+
+
+def _update(setup: Setup, rollouts: Rollouts, rows: int) -> None:
+    """Two passes, the second while the first one's gradient is held; and room for the optimiser."""
+    with setup.comm.together(f"score() of {type(setup.workload).__name__}"):
+        part = rollouts.select(torch.arange(min(rows, len(rollouts))))
+        for _ in range(2 if rows < len(rollouts) else 1):
+            setup.workload.score(part).logp.sum().backward()
+        make_room(setup.state)
+
+
+@contextmanager
+def _undone(setup: Setup) -> Iterator[None]:
+    before = Moment.of(setup.state.policy)
+    try:
+        yield
+    finally:
+        setup.state.optimiser.zero_grad(set_to_none=True)
+        before.again(setup.state.policy)
+        free()
+
+
+@contextmanager
+def _watched(setup: Setup) -> Iterator[Callable[[], int]]:
+    """Bytes as the device counts them; on the CPU, where only the whole process is seen, tensor by tensor."""
+    if setup.comm.device.type != "cpu":
+        peak = Peak(setup.comm.device)
+        yield lambda: peak.fullest(setup.comm).peak
+        return
+    from groupwise.memory.trace import LiveBytes
+
+    with LiveBytes() as live:
+        live.watch(*(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)))
+        yield lambda: live.peak

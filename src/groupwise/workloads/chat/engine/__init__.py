@@ -1,0 +1,1 @@
+"""Generation and scoring with shared prompts."""

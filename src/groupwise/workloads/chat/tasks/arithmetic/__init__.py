@@ -1,0 +1,1 @@
+"""Embedded example: sums worked out step by step."""

@@ -1,0 +1,127 @@
+"""From a trained controller to everything it should be judged by."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+
+from groupwise.workloads.base import Report
+from groupwise.workloads.controller.evaluate import baselines as methods
+from groupwise.workloads.controller.evaluate.baselines import Choices, imitate
+from groupwise.workloads.controller.evaluate.exact import Exam, make_exam
+from groupwise.workloads.controller.evaluate.metrics import (
+    Found,
+    by_budget,
+    estimate_errors,
+    overall,
+    own_time,
+    singles,
+)
+from groupwise.workloads.controller.evaluate.render import draw, tables
+from groupwise.workloads.controller.evaluate.timing import Clock, sample_of
+from groupwise.workloads.controller.latency.estimates import KnobEstimator
+from groupwise.workloads.controller.latency.source import pace_now, recalibrated
+from groupwise.workloads.controller.policy.decide import Controller
+from groupwise.workloads.controller.workload import ControllerWorkload
+
+PICTURE = "eval.png"
+_IMITATED = 3200
+"""Training questions that imitation is shown, at most: every one of them has to be looked at again."""
+
+
+def validate(workload: ControllerWorkload) -> Report:
+    """Choose on the questions to choose on, judge on the test questions, time a sample of the answers."""
+    profiled = workload.task.estimator
+    workload, pace = at_the_pace_of_now(workload)
+    task, config = workload.task, workload.config.eval
+    assert task.test is not None, "a task without test questions has no final evaluation"
+    choose = make_exam(workload, task.choose() if task.choose else task.held_out)
+    exam = make_exam(workload, task.test())
+    servers = controllers(workload)
+    chosen = choices(servers, choose, exam, rows_per_pass=workload.stage_rows["evaluation"])
+    clock = Clock(task, exam, servers)
+    wanted = max(config.timed_answers, config.timed_answers_of_others)
+    found = Found(exam, chosen, clock, tuple(servers), sample_of(exam, wanted), config)
+    repeated = _questions_of_singles(found)
+    _time(found, repeated)
+    figures = {
+        **overall(found),
+        "choose_questions": len(choose.questions),
+        "pace_since_profile": pace,
+        "recalibrated": task.estimator is not profiled,
+        "budgets": by_budget(found),
+        "controller_time": own_time(found),
+        "estimate": estimate_errors(found),
+        "singles": singles(found, repeated),
+    }
+    return Report(figures, tables(figures), {PICTURE: partial(draw, figures)})
+
+
+def at_the_pace_of_now(workload: ControllerWorkload) -> tuple[ControllerWorkload, float | None]:
+    """The same with an estimator that is right for how fast the machine is now, and how many times as long answers took
+    as was estimated; None where nothing was profiled, or nothing is to be measured.
+
+    An estimator that still holds is kept: it has seen more than a short look has.
+    """
+    task, answers = workload.task, workload.config.eval.recalibration_answers
+    if not answers or not isinstance(task.estimator, KnobEstimator):
+        return workload, None
+    asked = random.Random(0).sample(task.questions, min(answers, len(task.questions)))
+    samples = [question.sample for question in asked]
+    pace, holds = pace_now(task.estimator, task.executor, samples)
+    if holds:
+        return workload, pace
+    estimator, pace = recalibrated(task.estimator, task.executor, samples, answers=answers)
+    judged = copy(workload)
+    judged.task = replace(task, estimator=estimator)
+    return judged, pace
+
+
+def controllers(workload: ControllerWorkload) -> dict[str, Controller]:
+    """The trained one, and the one that imitates the oracle."""
+    found, steps = {"controller": workload.controller}, workload.config.eval.imitation_steps
+    if steps:
+        training = make_exam(workload, workload.task.questions[:_IMITATED])
+        found["imitation"] = imitate(workload, training, steps=steps, seed=workload.config.policy_seed)
+    return found
+
+
+def choices(
+    servers: Mapping[str, Controller], choose: Exam, exam: Exam, *, rows_per_pass: int = 64
+) -> dict[str, Choices]:
+    """What every method takes for every question and budget of the exam."""
+    return {
+        **{name: methods.controlled(server, exam, rows_per_pass) for name, server in servers.items()},
+        "lookup": methods.lookup(choose, exam),
+        "kind_oracle": methods.kind_oracle(choose, exam),
+        "oracle": methods.oracle(exam),
+        "random": methods.random_choice(exam),
+        "dearest": methods.dearest(exam),
+        "cheapest": methods.cheapest(exam),
+    }
+
+
+def _questions_of_singles(found: Found) -> dict[int, Sequence[int]]:
+    """For every single configuration some of the timed questions, in turn."""
+    timed, runs = found.sample, min(found.config.runs_of_singles, len(found.sample))
+    return {
+        number: [timed[(nth * runs + run) % len(timed)] for run in range(runs)]
+        for nth, number in enumerate(found.clock.distinct_configurations)
+    }
+
+
+def _time(found: Found, questions_of_singles: Mapping[int, Sequence[int]]) -> None:
+    """Everything in one go. What the controller chose is timed with given knobs too, to see what choosing adds."""
+    budgets = range(found.exam.budget_ms.shape[1])
+    for name, chosen in found.chosen.items():
+        if name in found.served:
+            found.clock.ask_served(name, ((question, budget) for question in found.timed(name) for budget in budgets))
+        if name == "controller" or name not in found.served:
+            most = found.config.timed_answers_of_others if name == "controller" else None
+            asked = found.timed(name)[:most]
+            found.clock.ask_with((question, int(chosen[question, budget])) for question in asked for budget in budgets)
+    found.clock.ask_with((question, number) for number, each in questions_of_singles.items() for question in each)
+    found.clock.run()

@@ -1,0 +1,1 @@
+"""Estimated and measured latency of knob settings."""

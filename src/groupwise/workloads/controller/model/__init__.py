@@ -1,0 +1,1 @@
+"""The controlled model: knobs, loading, inputs, execution."""

@@ -1,0 +1,59 @@
+"""What the executor needs of a model: prompts as embeddings, blocks, and a head. One small class a family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.model.adapters.base import (
+    Adapter,
+    Encoded,
+    Prompt,
+    Sample,
+    dense_blocks,
+    full_top_k,
+)
+from groupwise.workloads.controller.model.adapters.llava import LlavaAdapter
+from groupwise.workloads.controller.model.adapters.qwen import QwenAdapter
+
+FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
+    "LlavaForConditionalGeneration": LlavaAdapter,
+    "Qwen3VLForConditionalGeneration": QwenAdapter,
+    "Qwen3VLMoeForConditionalGeneration": QwenAdapter,
+}
+
+
+def adapt(model: Any) -> Adapter:
+    """The adapter of a model's family; a model without a vision tower and an unknown family are refused by name."""
+    name = type(model).__name__
+    check_family(name, getattr(model, "config", None))
+    return FAMILIES[name](model)
+
+
+def check_family(name: str, config: Any) -> None:
+    """Refuse a model that no adapter serves, by its class and its configuration."""
+    if name in FAMILIES:
+        return
+    if config is not None and not hasattr(config, "vision_config"):
+        raise UserError(
+            f"{name} has no vision tower, so it cannot offer the tier knob. Take a model of {', '.join(FAMILIES)}."
+        )
+    raise UserError(
+        f"{name} cannot be steered by knobs yet: there are adapters for {', '.join(FAMILIES)}. Write one as in"
+        " groupwise/workloads/controller/adapter/llava.py."
+    )
+
+
+__all__ = [
+    "FAMILIES",
+    "Adapter",
+    "Encoded",
+    "LlavaAdapter",
+    "Prompt",
+    "QwenAdapter",
+    "Sample",
+    "adapt",
+    "check_family",
+    "dense_blocks",
+    "full_top_k",
+]

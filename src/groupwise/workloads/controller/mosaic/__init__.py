@@ -1,1 +1,0 @@
-"""The embedded model: a small multimodal mixture of experts that answers questions about mosaics of digits."""

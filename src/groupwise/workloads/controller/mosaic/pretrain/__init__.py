@@ -1,1 +1,0 @@
-"""How the mosaic model was trained."""

@@ -1,0 +1,1 @@
+"""Embedded example: questions about mosaics of handwritten digits."""

@@ -1,0 +1,126 @@
+"""Questions about mosaics for a controller, in handwriting that the model has not seen.
+
+The model was pretrained on the training split and is surer of it than of anything new: a controller trained there would
+learn that coarse looks suffice. So the validation split is cut in two by image: one half to train the controller, the
+other to look at it meanwhile and to choose baselines. The test split is left for the final evaluation.
+The mosaic model under the executor: its knobs, and its questions as samples.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from enum import StrEnum
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from tools.mosaic.importance import load_drop_order
+from torch import Tensor
+
+from groupwise.workloads.controller.latency.source import chosen_estimator
+from groupwise.workloads.controller.model.adapters import Sample
+from groupwise.workloads.controller.model.answer_cache import Answers
+from groupwise.workloads.controller.model.executor import Executor
+from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.model.load import EMBEDDED, load_model
+from groupwise.workloads.controller.task import Question, Source, Task
+from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_remembered
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicControllerConfig
+from groupwise.workloads.controller.tasks.mosaic.model import ASSET, BLOCKS, FEWEST_BLOCKS, SMALLEST_TOP_K, TOP_K
+from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, ask, decode
+from groupwise.workloads.controller.tasks.mosaic.scene import (
+    CROPS,
+    PLAIN_JITTER,
+    Handwriting,
+    Split,
+    Tier,
+    cut,
+    draw_mosaics,
+    image_tokens,
+    load_handwriting,
+)
+
+
+class Part(StrEnum):
+    """What questions are for; no two parts share an image of a digit."""
+
+    TRAIN = "train"
+    CHOOSE = "choose"
+    TEST = "test"
+
+
+def handwriting_of(part: Part) -> Handwriting:
+    """Return the digits of one part."""
+    if part is Part.TEST:
+        return load_handwriting(Split.TEST)
+    whole, first = load_handwriting(Split.VALIDATION), 0 if part is Part.TRAIN else 1
+    return Handwriting(whole.images[first::2], whole.labels[first::2], whole.source_rows[first::2])
+
+
+def mosaic_questions(part: Part, mosaics: int, *, seed: int = 0) -> list[Question]:
+    """Draw mosaics and ask one question of every kind about each; the first ones of many are those of few."""
+    handwriting = handwriting_of(part)
+    return [question for number in range(mosaics) for question in _about_one(part, number, handwriting, seed)]
+
+
+def _about_one(part: Part, number: int, handwriting: Handwriting, seed: int) -> list[Question]:
+    rng = np.random.default_rng([seed, list(Part).index(part), number])
+    drawn = draw_mosaics(handwriting, 1, PLAIN_JITTER, rng)
+    asked = ask(np.repeat(drawn.labels, len(KINDS), axis=0), np.arange(len(KINDS)), rng)
+    crops = {tier.value: cut(drawn.pixels, tier)[0] for tier in Tier}
+    questions = []
+    for kind, tokens, length, answer in zip(KINDS, asked.tokens, asked.lengths, asked.answers, strict=True):
+        words = tokens[:length].tolist()
+        questions.append(
+            Question(
+                sample=Sample(_name(part, seed, number, drawn.labels, words), crops, tuple(words)),
+                text=decode(words),
+                answers=(decode([int(answer)]),),
+                prompt_tokens={tier.value: image_tokens(tier) + len(words) for tier in Tier},
+                image=f"{part} mosaic {number}",
+                kind=kind.value,
+            )
+        )
+    return questions
+
+
+def _name(part: Part, seed: int, number: int, labels: np.ndarray, words: Sequence[int]) -> str:
+    """By what was drawn, not by the pixels: their last bits depend on the machine, and answers would not be found."""
+    content = f"{part} {seed} {number} {labels.ravel().tolist()} {list(words)}"
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def mosaic_task(config: MosaicControllerConfig, device: torch.device) -> Task:
+    """Return the embedded model with questions to train on, to look at, and to judge by in the end."""
+    loaded, seed = load_model(EMBEDDED, device=device), config.question_seed
+    shipped = load_remembered(loaded.options)
+    return Task(
+        executor=Executor(loaded.adapter, loaded.options),
+        answers=Answers(f"mosaic {fingerprint()}, one token", config.answers, shipped=shipped),
+        estimator=chosen_estimator(config.estimator, loaded, new_tokens=1, anyway=config.estimator_anyway),
+        questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=seed),
+        held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=seed),
+        spell=lambda tokens: decode(list(tokens)),
+        source=Source(EMBEDDED, loaded.identity),
+        choose=lambda: mosaic_questions(Part.CHOOSE, config.choose_mosaics, seed=seed),
+        test=lambda: mosaic_questions(Part.TEST, config.test_mosaics, seed=seed),
+    )
+
+
+def mosaic_options(folder: Path = ASSET) -> KnobOptions:
+    """Return what can be chosen for the mosaic model in this folder."""
+    return KnobOptions(
+        crops={tier.value: count for tier, count in CROPS.items()},
+        total_blocks=BLOCKS,
+        full_top_k=TOP_K,
+        drop_order=tuple(load_drop_order(folder)),
+        most_dropped=BLOCKS - FEWEST_BLOCKS,
+        smallest_top_k=SMALLEST_TOP_K,
+    )
+
+
+def mosaic_sample(pixels: Float[Tensor, "height width"], question: Sequence[int]) -> Sample:
+    """Return one question about one mosaic, named by what is in it."""
+    content = pixels.contiguous().numpy().tobytes() + bytes(question)
+    crops = {tier.value: cut(pixels[None], tier)[0] for tier in Tier}
+    return Sample(hashlib.blake2b(content, digest_size=16).hexdigest(), crops, tuple(question))

@@ -1,0 +1,102 @@
+"""Settings of a controller for a model of one's own and a dataset on disk. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from groupwise.core.errors import UserError, require
+from groupwise.workloads.controller.config import ControllerConfig
+from groupwise.workloads.controller.memory import FrozenMemory, read_frozen
+
+if TYPE_CHECKING:
+    import torch
+
+    from groupwise.memory.stages import Job
+    from groupwise.workloads.controller.task import Task
+
+
+@dataclass(frozen=True)
+class VqaControllerConfig(ControllerConfig):
+    model: str = ""
+    """A folder that save_pretrained() has written, or a name on the hub."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the frozen model: as it was saved, which is also how `groupwise profile` loads it, or another."""
+    questions: Path | None = None
+    """VQA's questions file (JSON), or a file of lines {"image": ..., "question": ..., "answers": [...]} (JSONL)."""
+    annotations: Path | None = None
+    """VQA's annotations file, which holds the answers; not for JSONL."""
+    images: Path | None = None
+    """Folder of the images."""
+    image_name: str = "COCO_{subtype}_{image_id:012d}.jpg"
+    """How VQA's image ids become names of files; {subtype} is the questions file's data_subtype."""
+    on_missing: Literal["refuse", "skip"] = "refuse"
+    """When an image or an answer is missing: refuse to start, or leave the question out and tell how many."""
+    train_questions: int = 4096
+    """Questions to train on, at most; which ones is decided by split_seed."""
+    held_out_questions: int = 512
+    """Questions about other images to look at while training, at most."""
+    held_out_share: float = 0.1
+    """Share of the images that are held out."""
+    test_share: float = 0.1
+    """Share of the images that training never touches."""
+    split_seed: int = 0
+    """Decides which image belongs to which part."""
+    prompt: str = "{question}\nAnswer the question using a single word or phrase."
+    """What goes through the chat template. Without a template, the whole prompt with the image token in it."""
+    crops: Mapping[str, int] = field(default_factory=dict)
+    """Crops of every tier besides the overview, coarse to fine, such as low 3 high 12; the usual ones if empty."""
+    max_new_tokens: int = 8
+    """Longest answer."""
+    estimator: str = ""
+    """JSON file of a latency estimator fitted to this model on this machine; or `counted`, right in ratios only."""
+    estimator_anyway: bool = False
+    """Take an estimator that was fitted elsewhere as it is."""
+    answers: Path | None = None
+    """File of remembered answers that later runs and other ranks share; None remembers within a run only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("train_questions", "held_out_questions", "max_new_tokens"):
+            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+        shares = (self.held_out_share, self.test_share)
+        require(
+            min(shares) >= 0 and sum(shares) < 1, "held_out_share and test_share", shares, "0 or more, below 1 in all"
+        )
+        require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
+
+    def memory(self) -> FrozenMemory:
+        """By the model's config.json, with the usual insertion positions and prompts of up to 64 words."""
+        text, vision = read_frozen(Path(self.model))
+        crops = {tier: 1 + count for tier, count in (self.crops or {"low": 3, "medium": 6, "high": 12}).items()}
+        return FrozenMemory(
+            text,
+            vision,
+            crops,
+            positions=5,
+            question_tokens=64,
+            number_bytes=4 if self.dtype == "float32" else 2,
+            new_tokens=self.max_new_tokens,
+        )
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        import transformers
+
+        from groupwise.workloads.controller.trace import traced_controller
+
+        memory = self.memory()
+        return traced_controller(transformers.AutoConfig.from_pretrained(self.model), memory, job)
+
+    def task(self, device: torch.device) -> Task:
+        for name in ("model", "questions", "images"):
+            if not getattr(self, name):
+                raise UserError(
+                    f"workload.{name} is not given. This recipe needs --workload.model FOLDER_OR_NAME,"
+                    " --workload.questions FILE, --workload.images FOLDER and, for VQA's own format,"
+                    " --workload.annotations FILE."
+                )
+        from groupwise.workloads.controller.tasks.vqa.task import vqa_task
+
+        return vqa_task(self, device)

@@ -1,1 +1,0 @@
-"""A controller for a model and a visual question answering dataset from disk."""

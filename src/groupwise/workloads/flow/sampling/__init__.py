@@ -1,0 +1,1 @@
+"""From noise to latents: schedules, steppers, the denoiser."""

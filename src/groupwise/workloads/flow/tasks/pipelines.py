@@ -1,0 +1,160 @@
+"""Flow models from pipeline folders, conditions from disk, rewards by name. No torch here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from groupwise.core.errors import UserError, require
+from groupwise.workloads.flow.config import FlowConfig, TrainConfig
+from groupwise.workloads.flow.memory import VideoMemory, read_video_config, read_video_model
+from groupwise.workloads.flow.sampling.schedule import window_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from groupwise.memory.stages import Job
+    from groupwise.workloads.flow.models.base import FlowModel
+    from groupwise.workloads.flow.task import Condition, FlowTask
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """How reward services are called."""
+
+    timeout_s: float = 60.0
+    """Longest wait for one answer."""
+    retries: int = 2
+    """Tries after the first."""
+    rows_per_request: int = 8
+    """Clips that are sent together."""
+
+    def __post_init__(self) -> None:
+        require(self.timeout_s > 0, "workload.service.timeout_s", self.timeout_s, "above 0")
+        require(self.retries >= 0, "workload.service.retries", self.retries, "0 or more")
+        require(self.rows_per_request >= 1, "workload.service.rows_per_request", self.rows_per_request, "at least 1")
+
+
+@dataclass(frozen=True)
+class PipelineConfig(FlowConfig):
+    """A transformer from a pipeline folder."""
+
+    pipeline: Path | None = None
+    """Folder of the pipeline: transformer, text encoder, VAE."""
+    data: Path | None = None
+    """Conditions to train on: a JSONL file of prompts, videos and camera paths."""
+    held_out: Path | None = None
+    """Conditions that are only evaluated; None for none."""
+    rewards: tuple[str, ...] = ()
+    """name=module:function in process, or name=http://host/path as a service; any number of them."""
+    service: ServiceConfig = field(default_factory=ServiceConfig)
+    height: int = 512
+    """Of what is generated, in pixels."""
+    width: int = 512
+    """Of what is generated, in pixels."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the frozen weights and the passes; steps, log-probabilities and adapters are float32."""
+    negative_prompt: str = ""
+    """What guidance leads away from."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def model(self, folder: Path, device: torch.device) -> FlowModel:
+        raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
+
+    def task(self, device: torch.device) -> FlowTask:
+        from groupwise.rewards.http import HttpReward
+        from groupwise.rewards.load import named_rewards
+        from groupwise.workloads.flow.task import FlowTask
+
+        for name in ("pipeline", "data"):
+            if getattr(self, name) is None:
+                raise UserError(f"workload.{name} is not given: this recipe needs it. Say --workload.{name} PATH.")
+        assert self.pipeline is not None
+        assert self.data is not None
+        given = {name: getattr(self.service, name) for name in ("timeout_s", "retries", "rows_per_request")}
+        rewards = named_rewards(self.rewards, HttpReward("", **given))
+        return FlowTask(
+            model=self.model(self.pipeline, device),
+            conditions=self._read(self.data),
+            held_out=self._read(self.held_out) if self.held_out else [],
+            rewards=rewards,
+        )
+
+    def _read(self, path: Path) -> list[Condition]:
+        from groupwise.workloads.flow.data import read_conditions
+
+        return read_conditions(path, size=(self.height, self.width))
+
+
+@dataclass(frozen=True)
+class RecamConfig(PipelineConfig):
+    """Wan with camera layers: a source clip seen along another camera path."""
+
+    frames: int = 81
+    """Of what is generated; the VAE makes (frames - 1) / 4 + 1 latent frames of them, and so many poses are needed."""
+    height: int = 480
+    """Of what is generated, in pixels."""
+    width: int = 832
+    """Of what is generated, in pixels."""
+    camera_layers: Path | None = None
+    """Camera layers that were trained before (safetensors); None begins with layers that change nothing."""
+
+    def memory(self) -> VideoMemory:
+        """By the transformer's config.json. Text encoder and VAE visit the device one at a time: not planned."""
+        if self.pipeline is None:
+            raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
+        latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
+        return VideoMemory(
+            read_video_model(self.pipeline),
+            latent,
+            len(window_at(self.sampling, 0)),
+            pixels=3 * self.frames * self.height * self.width,
+            guided=self.sampling.guidance != 1,
+            branch=self.sampling.branch,
+            decode_rows=self.encode_rows_per_pass,
+            checkpointing=self.gradient_checkpointing,
+            lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
+            camera_only=self.train.part == "camera",
+            number_bytes=2 if self.dtype == "bfloat16" else 4,
+            stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
+        )
+
+    def traced(self, job: Job) -> Mapping[str, int]:
+        from groupwise.workloads.flow.trace import traced_flow
+
+        memory = self.memory()
+        assert self.pipeline is not None
+        return traced_flow(read_video_config(self.pipeline), self.train, memory, job)
+
+    def model(self, folder: Path, device: torch.device) -> FlowModel:
+        from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
+
+        return WanCameraModel(
+            folder,
+            ClipSize(self.frames, self.height, self.width),
+            train=self.train,
+            device=device,
+            dtype=self.dtype,
+            negative_prompt=self.negative_prompt,
+            camera_layers=self.camera_layers,
+        )
+
+
+@dataclass(frozen=True)
+class Sd3Config(PipelineConfig):
+    """Stable Diffusion 3: a prompt into a picture."""
+
+    def model(self, folder: Path, device: torch.device) -> FlowModel:
+        from groupwise.workloads.flow.models.sd3 import Sd3Model
+
+        return Sd3Model(
+            folder,
+            (self.height, self.width),
+            train=self.train,
+            device=device,
+            dtype=self.dtype,
+            negative_prompt=self.negative_prompt,
+        )

@@ -1,0 +1,1 @@
+"""Embedded example: a camera moves over a textured plane."""

@@ -1,0 +1,177 @@
+"""A workload that eats memory by the row, in a process whose memory is limited: allocations fail for real.
+
+    python hungry.py FOLDER STAGE [STAGE ...]        (alone, or under torchrun)
+
+trains once for every stage, into FOLDER/STAGE. With `RANK` set, only the last rank is limited.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import torch
+from fakes import CONDITIONS, TinyConfig, TinyWorkload, recipe
+
+import groupwise as gw
+from groupwise.core.types import concatenate
+from groupwise.dist.comm import connect, disconnect
+from groupwise.rewards.call import judge
+
+ROW = 160 << 20
+ROOM = 1200 << 20
+"""Four rows fit, with room for what threads claim; eight do not."""
+
+
+def eat(rows: int) -> torch.Tensor:
+    return torch.empty(rows * ROW, dtype=torch.uint8)
+
+
+def hungry_reward(prompts, completions):
+    return [float(eat(len(prompts)).ndim) for _ in prompts]
+
+
+class EatsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logp):
+        ctx.rows = len(logp)
+        return logp.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        eat(ctx.rows)
+        return gradient
+
+
+class HungryWorkload(TinyWorkload):
+    """Eats in one stage, from one step on."""
+
+    def __init__(self, config: HungryConfig, device: torch.device):
+        super().__init__(config, device)
+        self.step = -1
+        if config.own_rows:
+            self.stage_rows = {"rollout": config.own_rows}
+        if config.stage == "evaluation":
+            self.stage_rows = {"evaluation": 16}
+        self.shrinkable = {"length": 8}
+        if config.stage == "optimiser":
+            # 128 MiB of weight, as much of gradient and of what is added to it fit into 512, and what the thread of the
+            # backward pass claims (72); AdamW's two moments do not
+            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(16 << 20, dtype=torch.float64)))
+            self.hoard = torch.empty(ROOM - (512 << 20), dtype=torch.uint8)
+
+    def hungry(self, stage: str) -> bool:
+        return self.config.stage == stage and self.step >= self.config.from_step
+
+    def rollout(self, rows: gw.Rows) -> gw.Rollouts:
+        self.step = rows.step
+        rows = replace(rows, rows_per_pass=self.stage_rows.get("rollout", rows.rows_per_pass))
+        return concatenate([self._rollout(part) for part in rows.passes()])
+
+    def _rollout(self, rows: gw.Rows) -> gw.Rollouts:
+        if self.hungry("rollout"):
+            eat(len(rows))
+        if self.hungry("hopeless"):
+            eat(8)
+        found, length = super().rollout(rows), torch.full((len(rows),), self.shrinkable["length"])
+        return replace(found, data={**found.data, "length": length})
+
+    def rewards(self, rollouts: gw.Rollouts) -> gw.Terms:
+        if self.hungry("rewards"):
+            eat(len(rollouts))
+        if self.hungry("reward function"):
+            judged = judge({"share": hungry_reward}, range(len(rollouts)), range(len(rollouts)))
+            assert not judged.failures, judged.failures
+        return super().rewards(rollouts)
+
+    def score(self, rollouts: gw.Rollouts) -> gw.Scored:
+        scored = super().score(rollouts)
+        if self.hungry("forward"):
+            eat(len(rollouts))
+        if self.hungry("length"):
+            eat(self.shrinkable["length"])
+        if self.hungry("backward"):
+            scored = replace(scored, logp=EatsInBackward.apply(scored.logp))
+        if self.config.stage == "optimiser":
+            scored = replace(scored, logp=scored.logp + self.policy.ballast[:1])
+        return scored
+
+    def evaluate(self) -> dict[str, float]:
+        if self.hungry("evaluation at once"):
+            eat(8)
+        if self.hungry("evaluation"):
+            for part in torch.arange(CONDITIONS).split(self.stage_rows["evaluation"]):
+                eat(len(part))
+        return super().evaluate()
+
+    def describe(self, rollouts: gw.Rollouts) -> list[dict]:
+        columns = zip(rollouts.data["choices"].tolist(), rollouts.data["length"].tolist(), strict=True)
+        return [{"choices": choices, "length": length} for choices, length in columns]
+
+
+@dataclass(frozen=True)
+class HungryConfig(TinyConfig):
+    stage: str = ""
+    from_step: int = 0
+    own_rows: int = 0
+
+    def build(self, device: torch.device) -> HungryWorkload:
+        return HungryWorkload(self, device)
+
+
+def config_for(stage: str, folder: Path, **changes) -> gw.Config:
+    base = recipe()
+    run = replace(base.run, run_dir=folder, samples_per_step=32, **changes.pop("run", {}))
+    optimiser = replace(changes.pop("optimiser", base.optimiser), ema_decay=None)
+    workload = HungryConfig(stage=stage, **changes.pop("workload", {}))
+    return replace(base, workload=workload, run=run, rows_per_pass=8, optimiser=optimiser, **changes)
+
+
+def limit(room: int) -> None:
+    """No more than this beyond what the process has now."""
+    held = psutil.Process().memory_info().vms
+    resource.setrlimit(resource.RLIMIT_AS, (held + room, resource.RLIM_INFINITY))
+
+
+def runs(folder: Path) -> dict[str, gw.Config]:
+    """What can be asked for by name."""
+    late, quiet = {"from_step": 2}, {"preflight": False}
+    found = {
+        stage: config_for(stage, folder / stage)
+        for stage in ("rollout", "rewards", "reward function", "forward", "backward")
+    }
+    found["optimiser"] = config_for("optimiser", folder / "optimiser", run=quiet, conditions_per_step=2)
+    found["small from the start"] = replace(config_for("", folder / "small from the start"), rows_per_pass=4)
+    found["late"] = config_for("backward", folder / "late", workload=late, run=quiet, steps=4)
+    found["resumed"] = config_for("backward", folder / "late", workload=late, run=quiet | {"resume": True}, steps=6)
+    found["own rows"] = config_for("rollout", folder / "own rows", workload={"own_rows": 16})
+    found["hopeless"] = config_for("hopeless", folder / "hopeless", workload=late, run=quiet)
+    found["evaluation"] = config_for("evaluation", folder / "evaluation", workload={"from_step": -1})
+    last = {"from_step": 5}
+    found["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
+    found["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
+    once = replace(recipe().optimiser, updates_per_rollout=1)
+    allowed = quiet | {"may_shrink": ("length",)}
+    found["shrunk"] = config_for("length", folder / "shrunk", workload=late, run=allowed, optimiser=once, steps=4)
+    longer = {"run": allowed | {"resume": True}, "optimiser": once, "steps": 6}
+    found["shrunk, resumed"] = config_for("length", folder / "shrunk", workload=late, **longer)
+    found["grown"] = config_for("forward", folder / "grown", run=quiet | {"grow_after": 2}, steps=8)
+    return found
+
+
+if __name__ == "__main__":
+    here, stages = Path(sys.argv[1]), sys.argv[2:]
+    comm = connect()
+    if comm.rank == comm.ranks - 1:
+        limit(ROOM)
+    for name in stages:
+        try:
+            gw.train(runs(here)[name])
+        except gw.UserError as error:
+            sys.stderr.write(f"{name} (rank {comm.rank}): {error}\n")
+    disconnect()
+    os._exit(0)  # leave no thread that wants memory to say goodbye

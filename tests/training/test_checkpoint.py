@@ -1,0 +1,119 @@
+"""A crash at any line of writing a checkpoint never costs the last good one."""
+
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from groupwise.core.errors import UserError
+from groupwise.training import checkpoint
+from groupwise.training.checkpoint import newest_good, restore, write_checkpoint
+from groupwise.training.config import OptimiserConfig
+from groupwise.training.state import new_state
+from groupwise.workloads import checkpoint_files as checkpoints
+
+
+class PowerCut(BaseException):
+    """Nothing may catch it, as nothing catches a kill."""
+
+
+def state_at(step):
+    torch.manual_seed(step)
+    state = new_state(nn.Linear(2, 2), OptimiserConfig(ema_decay=0.5))
+    state.step = step
+    return state
+
+
+def write(folder, step, keep=2):
+    return write_checkpoint(folder, state_at(step), config={}, ranks=1, keep=keep)
+
+
+def crash_at_line(nth, act):
+    """Cut the power before the nth line about checkpoints that something reaches. False if it ended first."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if frame.f_code.co_filename not in (checkpoint.__file__, checkpoints.__file__):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == nth:
+                raise PowerCut
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except PowerCut:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("step", [6, 7])
+def test_a_crash_at_any_line_leaves_a_good_checkpoint(tmp_path, step):
+    nth = 0
+    while True:
+        nth += 1
+        folder = tmp_path / str(nth)
+        write(folder, 5, keep=1)
+        write(folder, 6, keep=1)
+        crashed = crash_at_line(nth, lambda folder=folder: write(folder, step, keep=1))
+        found = newest_good(folder, pytest.fail)
+        assert found is not None
+        assert found.name in ("step-000006", f"step-{step:06d}")
+        restored = state_at(1)
+        restore(found, restored)
+        assert torch.equal(restored.policy.weight, state_at(int(found.name[5:])).policy.weight)
+        write(folder, 9, keep=1)  # and the next one sweeps up
+        assert [path.name for path in folder.iterdir()] == ["step-000009"]
+        if not crashed:
+            break
+    assert nth > 10
+
+
+def test_the_newest_are_the_highest_steps_whatever_their_digits(tmp_path):
+    for step in (999_998, 999_999, 1_000_000):
+        write(tmp_path, step)
+    assert {path.name for path in tmp_path.iterdir()} == {"step-999999", "step-1000000"}
+
+
+@pytest.mark.parametrize("damage", ['"step": 7', "[]", ""])
+def test_a_damaged_description_is_damage(tmp_path, damage):
+    write(tmp_path, 5)
+    meta = write(tmp_path, 6) / "checkpoint.json"
+    meta.write_text(meta.read_text().replace('"step": 6', damage) if "step" in damage else damage)
+    warned = []
+    assert newest_good(tmp_path, warned.append).name == "step-000005"
+    assert "step-000006 is damaged" in warned[0]
+
+
+def test_when_all_are_damaged_nothing_is_started_over(tmp_path):
+    (write(tmp_path, 5) / "optimiser.pt").unlink()
+    with pytest.raises(UserError, match=r"Every checkpoint .* is damaged"):
+        newest_good(tmp_path, lambda text: None)
+    assert newest_good(tmp_path / "nowhere", lambda text: None) is None
+
+
+def test_a_checkpoint_names_what_made_it(tmp_path):
+    meta = json.loads((write(tmp_path, 5) / "checkpoint.json").read_text())
+    assert set(meta["sha256"]) == {"policy.safetensors", "optimiser.pt", "ema.safetensors", "checkpoint.json"}
+
+
+def test_whether_a_step_is_fused_is_up_to_the_device_that_resumes(tmp_path):
+    written, resumed = state_at(3), state_at(4)
+    for group in written.optimiser.param_groups:
+        group["fused"] = None  # as where torch has no fused AdamW
+    written.policy(torch.ones(1, 2)).sum().backward()
+    written.optimiser.step()
+    restore(write_checkpoint(tmp_path, written, config={}, ranks=1, keep=1), resumed)
+    assert resumed.fused
+    assert [group["fused"] for group in resumed.optimiser.param_groups] == [True]
+    for before, after in zip(written.trainable, resumed.trainable, strict=True):
+        for name, value in written.optimiser.state[before].items():
+            assert torch.equal(resumed.optimiser.state[after][name], value)

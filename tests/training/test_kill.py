@@ -1,0 +1,58 @@
+"""Kill -9 at any moment, resume, and the run is bit-identical to the one that was not killed."""
+
+import signal
+import time
+
+import pytest
+from processes import groupwise, kill, start, wait_for_steps
+
+from groupwise.training.run_folder import read_lines
+
+FILES = ("policy.safetensors", "optimiser.pt", "ema.safetensors")
+CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")
+
+
+def result_of(folder):
+    steps = [
+        {name: value for name, value in entry.items() if name not in CLOCK}
+        for entry in read_lines(folder / "metrics.jsonl")
+    ]
+    newest = folder / "checkpoints" / "step-000014"
+    return steps, [(newest / name).read_bytes() for name in FILES]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kill") / "unbroken"
+    ended = groupwise("train", "fakes:slow_recipe", "--run-dir", folder)
+    assert ended.returncode == 0, ended.stderr
+    return result_of(folder)
+
+
+def test_killed_in_mid_step_and_while_writing_then_resumed(tmp_path, unbroken):
+    words = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--resume")
+    # seconds after a step was logged: at once (the checkpoint is being written), in the reward, near the update
+    for steps, delay in ((2, 0.0), (5, 0.05), (8, 0.002), (11, 0.1)):
+        process = start(*words)
+        wait_for_steps(tmp_path, steps, process)
+        time.sleep(delay)
+        kill(process)
+    ended = groupwise(*words)
+    assert ended.returncode == 0, ended.stderr
+    assert result_of(tmp_path) == unbroken
+
+
+def test_ctrl_c_writes_a_checkpoint_and_leaves_cleanly(tmp_path, unbroken):
+    words = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--checkpoint-every", "100")
+    process = start(*words)
+    wait_for_steps(tmp_path, 3, process)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130, said
+    assert "checkpoint written" in said
+    assert "Traceback" not in said
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{len(read_lines(tmp_path / 'metrics.jsonl')):06d}"
+    ended = groupwise(*words, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert result_of(tmp_path) == unbroken

@@ -1,0 +1,71 @@
+"""A workload's own figures: means over the rows of all ranks that have the number; alarms are told once."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import TinyConfig, TinyWorkload, recipe
+
+import groupwise as gw
+from groupwise.core.errors import UserError
+from groupwise.training.run_folder import read_lines
+
+
+class Measured(TinyWorkload):
+    wrong = False
+
+    def measures(self, rollouts, advantages):
+        if self.wrong:
+            return {"odd": torch.zeros(3)}
+        number = torch.arange(len(rollouts), dtype=torch.float32)
+        return {
+            "number": number,
+            "even_number": number.masked_fill(number % 2 == 1, torch.nan),
+            "none": torch.full_like(number, torch.nan),
+            "pushed_up": (advantages > 0).double(),
+        }
+
+    def alarm(self, figures):
+        return f"number is {figures['number']:g}" if 1 <= self.asked() <= 3 else None
+
+    calls = 0
+
+    def asked(self):
+        type(self).calls += 1
+        return type(self).calls - 1
+
+
+def config_of(folder, kind):
+    class Chosen(TinyConfig):
+        def build(self, device):
+            return kind(self, device)
+
+    return replace(recipe(), workload=Chosen(), run=replace(recipe().run, run_dir=folder, preflight=False))
+
+
+def test_they_are_averaged_over_the_rows_that_have_them_and_alarms_are_told_when_they_begin(tmp_path, capsys):
+    gw.train(config_of(tmp_path, Measured))
+    metrics = read_lines(tmp_path / "metrics.jsonl")
+    # 32 rows: 0 to 31, and 0, 2, ... 30
+    assert metrics[0]["number"] == 15.5
+    assert metrics[0]["even_number"] == 15
+    assert metrics[0]["none"] is None
+    assert 0 < metrics[0]["pushed_up"] < 1
+    said = capsys.readouterr().err
+    assert said.count("Warning: Step 2: number is 15.5") == 1
+    assert said.count("number is 15.5") == 1
+
+
+def test_a_measure_of_another_shape_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"measures\(\) returned 'odd' of shape \(3,\) for 32 rows"):
+        gw.train(config_of(tmp_path, type("Wrong", (Measured,), {"wrong": True})))
+
+
+def test_samples_are_shown_as_a_table_when_asked_for(tmp_path, capsys):
+    config = config_of(tmp_path, TinyWorkload)
+    gw.train(replace(config, run=replace(config.run, show_samples_every=4)))
+    said = capsys.readouterr().err
+    assert "Samples of step 0" in said
+    assert "Samples of step 4" in said
+    assert "Samples of step 1" not in said
+    assert "advantage" in said

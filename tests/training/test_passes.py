@@ -1,0 +1,78 @@
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from fakes import TinyConfig, TinyWorkload, recipe
+
+from groupwise.core.errors import UserError
+from groupwise.core.placement import place
+from groupwise.dist.comm import connect
+from groupwise.training.loop import rollout
+from groupwise.training.run import set_up
+from groupwise.training.update import Batch, Totals
+
+
+class OwnCuts(TinyWorkload):
+    """Cuts the odd rows first, in passes of uneven size."""
+
+    seen = 0
+
+    def passes(self, rollouts, rows_per_pass):
+        every = torch.arange(len(rollouts))
+        for part in (every[1::2], every[::2]):
+            yield from part.split(max(1, rows_per_pass - 1))
+
+    def score(self, rollouts):
+        self.seen += 1
+        return super().score(rollouts)
+
+
+class LosesRows(TinyWorkload):
+    def passes(self, rollouts, rows_per_pass):
+        return torch.arange(len(rollouts) - 1).split(rows_per_pass)
+
+
+@dataclass(frozen=True)
+class OwnConfig(TinyConfig):
+    broken: bool = False
+
+    def build(self, device):
+        return (LosesRows if self.broken else OwnCuts)(self, device)
+
+
+def batch_of(config):
+    setup = set_up(config)
+    rollouts = rollout(setup.workload, place(setup.shape, seed=0, step=0), connect())
+    return setup.workload, Batch(rollouts, torch.arange(len(rollouts)), Totals(1, 1))
+
+
+def test_a_workload_may_cut_its_own_passes():
+    workload, batch = batch_of(replace(recipe(), workload=OwnConfig()))
+    cuts = list(batch.passes(workload, 8))
+    assert [rows.tolist() for _, rows in cuts][:2] == [[1, 3, 5, 7, 9, 11, 13], [15, 17, 19, 21, 23, 25, 27]]
+    for part, rows in cuts:
+        torch.testing.assert_close(part.logp, batch.rollouts.logp[rows])
+
+
+def test_rows_that_no_pass_holds_are_refused():
+    workload, batch = batch_of(replace(recipe(), workload=OwnConfig(broken=True)))
+    with pytest.raises(UserError, match="passes\\(\\) of LosesRows returned 31 rows for 32"):
+        list(batch.passes(workload, 8))
+
+
+def test_the_order_of_cuts_does_not_change_the_run():
+    figures = []
+    for workload in (TinyConfig(), OwnConfig()):
+        setup = set_up(replace(recipe(), workload=workload))
+        figures.append((setup, [step.figures for step in _steps(setup)]))
+    (_, plain), (setup, own) = figures
+    assert setup.workload.seen > 5
+    assert own[-1]["loss"] == pytest.approx(plain[-1]["loss"], abs=1e-9)
+    assert own[-1]["grad_norm"] == pytest.approx(plain[-1]["grad_norm"], rel=1e-6)
+
+
+def _steps(setup):
+    from groupwise.training.loop import training_steps
+
+    config = replace(recipe(), workload=setup.workload.config, steps=2)
+    return training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)

@@ -1,0 +1,141 @@
+"""Groups without spread are replaced by further conditions: counted, all different, the same wherever they run."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fakes import TinyConfig, TinyWorkload, recipe
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.core.advantage import group_advantages
+from groupwise.core.errors import UserError
+from groupwise.core.placement import Placement, place
+from groupwise.core.shape import Shape
+from groupwise.training.loop import training_steps
+from groupwise.training.rollout import keep_first
+from groupwise.training.run import set_up
+from groupwise.training.run_folder import read_lines
+
+
+@given(st.integers(0, 50), st.integers(0, 9), st.sampled_from(["whole", "spread", "shuffled"]))
+@settings(max_examples=30)
+def test_the_rounds_of_a_step_draw_no_condition_twice_and_share_no_group(step, seed, kind):
+    shape = Shape(25, 4, 2, ranks=2, rows_per_pass=2, kind=kind)
+    rounds = [place(shape, seed=seed, step=step, nth=nth, rounds=3) for nth in range(3)]
+    conditions = torch.cat([each.condition.unique() for each in rounds])
+    groups = torch.cat([each.group.unique() for each in rounds])
+    assert len(conditions.unique()) == len(groups.unique()) == 12
+    following = place(shape, seed=seed, step=step + 1, nth=0, rounds=3)
+    assert following.group.min() == groups.max() + 1
+
+
+def test_the_first_groups_with_spread_are_kept_and_the_others_counted():
+    shape = Shape(9, 2, 2)
+    group = torch.arange(4).repeat_interleave(2)
+    placed = Placement(shape, 0, 0, group, torch.tensor([0, 1] * 4), group)
+    rewards = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 1])
+    advantages, dropped = keep_first(
+        group_advantages(rewards, placed.group, gw.AdvantageConfig(kind="centred")), placed
+    )
+    assert advantages.values.tolist() == [0, 0, -0.5, 0.5, 0.5, -0.5, 0, 0]
+    assert advantages.trained.tolist() == [False, False, True, True, True, True, False, False]
+    assert dropped == {
+        "groups_tried": 4,
+        "groups_dropped_without_spread": 1,
+        "groups_dropped_beyond_need": 1,
+    }
+
+
+class SpreadAtTimes(TinyWorkload):
+    """Only conditions divisible by 3 are worth telling apart."""
+
+    def rewards(self, rollouts):
+        terms = super().rewards(rollouts)
+        flat = rollouts.data["condition"] % 3 != 0
+        return gw.Terms({name: values.masked_fill(flat, 0.0) for name, values in terms.values.items()})
+
+
+class Config(TinyConfig):
+    def build(self, device):
+        return SpreadAtTimes(self, device)
+
+
+def steps_of(config):
+    setup = set_up(config)
+    steps = list(training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm))
+    weights = torch.cat([weight.detach().flatten() for weight in setup.workload.policy.parameters()])
+    return steps, weights
+
+
+def small(**changes):
+    return replace(recipe(), workload=Config(), conditions_per_step=4, steps=4, **changes)
+
+
+def test_refilled_steps_train_more_groups_and_say_what_was_dropped():
+    plain, _ = steps_of(small())
+    filled, _ = steps_of(small(refill=2))
+    trained = [[step.figures["trained_rollouts"] for step in steps] for steps in (plain, filled)]
+    assert sum(trained[1]) > sum(trained[0])
+    assert max(trained[1]) <= 4 * recipe().group_size
+    for step in filled:
+        tried, without = step.figures["groups_tried"], step.figures["groups_dropped_without_spread"]
+        assert tried in (4, 8, 12)
+        assert step.figures["zero_spread_share"] == pytest.approx(without / tried)
+    assert "groups_tried" not in plain[0].figures
+
+
+class MutedAtTimes(SpreadAtTimes):
+    """Of the conditions worth telling apart, the even ones are masked whole (as truncated answers can be)."""
+
+    def rollout(self, rows):
+        found = super().rollout(rows)
+        return replace(found, mask=found.mask & (rows.condition % 2 != 0)[:, None])
+
+    def rewards(self, rollouts):
+        heard = replace(rollouts, mask=torch.ones_like(rollouts.mask))
+        return super().rewards(heard)
+
+
+class MutedConfig(TinyConfig):
+    def build(self, device):
+        return MutedAtTimes(self, device)
+
+
+def test_a_group_that_is_masked_whole_takes_no_place_and_is_replaced():
+    filled, _ = steps_of(replace(small(refill=3), workload=MutedConfig()))
+    for step in filled:
+        figures = step.figures
+        left = figures["groups_tried"] - figures["groups_dropped_without_spread"]
+        kept = left - figures["groups_dropped_beyond_need"]
+        assert figures["trained_rollouts"] == kept * recipe().group_size
+        assert kept == 4 or figures["groups_tried"] == 16, "further rounds until four groups can be trained"
+    assert any(step.figures["groups_tried"] > 4 for step in filled)
+
+
+def test_what_is_refilled_does_not_depend_on_placement_or_cut():
+    whole, weights = steps_of(small(refill=2))
+    other, others = steps_of(small(refill=2, placement="shuffled", rows_per_pass=1))
+    assert_close(weights, others, rtol=0, atol=1e-9)
+    for one, two in zip(whole, other, strict=True):
+        assert one.figures["groups_tried"] == two.figures["groups_tried"]
+        assert one.figures["reward"] == pytest.approx(two.figures["reward"])
+
+
+def test_a_resumed_run_refills_alike(tmp_path):
+    for name, lasts in (("straight", (4,)), ("stopped", (2, 4))):
+        for last in lasts:
+            run = replace(recipe().run, run_dir=tmp_path / name, resume=True)
+            steady = replace(recipe().optimiser, schedule="constant")
+            gw.train(replace(small(refill=1, run=run, optimiser=steady), steps=last))
+    rewards = [[e["reward"] for e in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("straight", "stopped")]
+    assert rewards[0] == rewards[1]
+
+
+def test_a_dataset_too_small_for_the_rounds_is_refused():
+    with pytest.raises(UserError, match=r"refill is 8, so .* 9 x conditions_per_step 4 = 36 .*Take refill 4 or less"):
+        set_up(small(refill=8))
+    with pytest.raises(UserError, match="refill is -1: it must be 0 or more"):
+        small(refill=-1)
