@@ -13,10 +13,10 @@ from chat_sides import Case, make_prompts, trl_trainer
 
 import groupwise as gw
 from groupwise.core.config import LossConfig
-from groupwise.training.update import Totals, loss_of_pass
-from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.training.update import StepTotals, loss_of_pass
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.policy import make_policy
-from groupwise.workloads.chat.engine.sampler import Completion, token_mask
+from groupwise.workloads.chat.engine.sampler import Completion, completion_mask
 from groupwise.workloads.chat.engine.score import score
 
 CASE = Case("parity", prompt=12, new=9, group=4)
@@ -50,7 +50,7 @@ def gradient_of(model: torch.nn.Module) -> torch.Tensor:
 def main() -> None:
     torch.set_num_threads(1)
     prompts, completions, advantages, drift, reference_drift = batch()
-    of, mask = [0] * 4 + [1] * 4, token_mask(completions)
+    of, mask = [0] * 4 + [1] * 4, completion_mask(completions)
     ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(each.ids) for each in completions], batch_first=True)
     prompt_ids = torch.tensor([[0] * (CASE.prompt - len(prompts[nth])) + prompts[nth] for nth in of])
     print("loss of one batch, TRL and groupwise, their difference, and that of the gradients relative to their norm")
@@ -58,11 +58,11 @@ def main() -> None:
         trainer, _ = trl_trainer(CASE, 1, 8, use_bias_correction_kl=False, **trl_settings)
         trainer.beta = 0.04  # given at first, it would look for a reference model on the hub
         policy = make_policy(copy.deepcopy(trainer.model), PolicyConfig(path="shared"))
-        scored = score(policy, prompts, of, completions, Sampling(max_new_tokens=CASE.new))
+        scored = score(policy, prompts, of, completions, SamplingParams(max_new_tokens=CASE.new))
         old, reference = scored.logp.detach() + drift, scored.logp.detach() + reference_drift
-        scored = gw.Scored(scored.logp, reference_logp=reference)
+        scored = gw.Scores(scored.logp, reference_logp=reference)
         rollouts = gw.Rollouts(torch.tensor(of), old, mask)
-        ours, _ = loss_of_pass(scored, rollouts, advantages, Totals(sum(LENGTHS), len(LENGTHS)), loss_config)
+        ours, _ = loss_of_pass(scored, rollouts, advantages, StepTotals(sum(LENGTHS), len(LENGTHS)), loss_config)
         ours.backward()
         trainer.model.eval()
         inputs = {

@@ -73,7 +73,7 @@ def main() -> None:
     case = Case("profile", **vars(parser.parse_args()))
     workload = EvenTokens(case, 0)
     config = gw.Config(gw.WorkloadConfig(), conditions_per_step=2, group_size=case.group, rows_per_pass=case.rows)
-    rows = place(config.shape(conditions=workload.conditions), seed=0, step=0).of(0)
+    rows = place(config.shape(conditions=workload.num_conditions), seed=0, step=0).rows_of(0)
     rollouts = workload.rollout(rows)
 
     def update() -> None:

@@ -17,14 +17,14 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 import groupwise as gw
 from groupwise.dist.comm import connect
-from groupwise.memory.recovery import Cut
+from groupwise.memory.recovery import RowLimits
 from groupwise.training.loop import training_steps
-from groupwise.training.state import new_state
-from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.training.state import create_state
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.engine.policy import make_policy
-from groupwise.workloads.chat.engine.sampler import padded, token_mask
-from groupwise.workloads.chat.engine.score import cut_into_passes, score
+from groupwise.workloads.chat.engine.sampler import completion_mask, pad_rows
+from groupwise.workloads.chat.engine.score import score, split_into_passes
 
 
 @dataclass(frozen=True)
@@ -101,29 +101,29 @@ class EvenTokens(gw.Workload):
     def __init__(self, case: Case, seed: int):
         self.case, self.prompts = case, make_prompts(case)
         self.policy = make_policy(make_model(case, seed), PolicyConfig(path="shared"))
-        self.conditions = len(self.prompts)
-        self.sampling = Sampling(max_new_tokens=case.new, stop_ids=(case.stop,))
+        self.num_conditions = len(self.prompts)
+        self.sampling = SamplingParams(max_new_tokens=case.new, stop_ids=(case.stop,))
         self.tokens = 0
 
-    def rollout(self, rows: gw.Rows) -> gw.Rollouts:
+    def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         of = rows.condition.tolist()
         completions = generate(self.policy, self.prompts, of, rows, self.sampling)
         self.tokens = sum(map(len, completions))
         ids = torch.tensor([gw.group_id(prompt) for prompt in of])
         data = {"prompt": of, "completion": completions}
-        return gw.Rollouts(ids, padded([each.logps for each in completions]), token_mask(completions), data)
+        return gw.Rollouts(ids, pad_rows([each.logps for each in completions]), completion_mask(completions), data)
 
-    def rewards(self, rollouts: gw.Rollouts) -> gw.Terms:
-        return gw.Terms({"even": torch.tensor([even_share(each.ids) for each in rollouts.data["completion"]])})
+    def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
+        return gw.RewardTerms({"even": torch.tensor([even_share(each.ids) for each in rollouts.data["completion"]])})
 
-    def score(self, rollouts: gw.Rollouts) -> gw.Scored:
+    def score(self, rollouts: gw.Rollouts) -> gw.Scores:
         columns = rollouts.data["prompt"], rollouts.data["completion"]
         return score(self.policy, self.prompts, *columns, self.sampling, width=rollouts.logp.shape[1])
 
     def passes(self, rollouts: gw.Rollouts, rows_per_pass: int) -> list[torch.Tensor]:
         of, completions = rollouts.data["prompt"], rollouts.data["completion"]
         sizes = [len(self.prompts[prompt]) for prompt in of], list(map(len, completions))
-        return cut_into_passes(of, *sizes, rows_per_pass=rows_per_pass)
+        return split_into_passes(of, *sizes, rows_per_pass=rows_per_pass)
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,19 @@ def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0
         conditions_per_step=case.prompts,
         group_size=case.group,
         rows_per_pass=case.rows_per_pass or case.rows,
-        optimiser=gw.OptimiserConfig(learning_rate=rate),
+        optimizer=gw.OptimizerConfig(learning_rate=rate),
         run=gw.RunConfig(samples_per_step=0),
     )
-    shape = config.shape(conditions=workload.conditions)
-    state = new_state(workload.policy, config.optimiser)
-    state.cut = Cut(shape.rows_per_pass)
+    shape = config.shape(conditions=workload.num_conditions)
+    state = create_state(workload.policy, config.optimizer)
+    state.cut = RowLimits(shape.rows_per_pass)
     taken = training_steps(workload, state=state, shape=shape, config=config, comm=connect())
     while True:
         begun = time.process_time()
         step = next(taken, None)
         if step is None:
             return
-        found = StepTaken(time.process_time() - begun, workload.tokens, step.figures["reward"])
+        found = StepTaken(time.process_time() - begun, workload.tokens, step.metrics["reward"])
         print(f"groupwise: {found}", file=sys.stderr, flush=True)
         yield found
 

@@ -32,7 +32,7 @@ from groupwise.training.evaluate import evaluate
 from groupwise.training.run_folder import RunFolder
 from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.controller.evaluate.baselines import controlled, kind_oracle, lookup, oracle
-from groupwise.workloads.controller.evaluate.exact import Exam, all_rewards, make_exam
+from groupwise.workloads.controller.evaluate.exact import EvaluationSet, build_evaluation_set, reward_of_configurations
 from groupwise.workloads.controller.evaluate.metrics import gap_closed
 from groupwise.workloads.controller.workload import ControllerWorkload
 
@@ -57,11 +57,11 @@ def main(folder: Path = Path("runs/bench-controller"), steps: int = 1000, seeds:
             config = _config(folder / f"{loss}-{seed}", loss, steps, seed)
             workload = _trained_exactly(config) if loss == "exact" else _trained(config)
             judge = judge or _judge(workload)
-            figures: dict[str, Any] = judge(workload)
+            metrics: dict[str, Any] = judge(workload)
             if timed and loss == "clipped":
-                figures |= _timed(config)
-            found[loss].append(figures)
-            _CONSOLE.print(f"{loss}, seed {seed}: {_line(figures)}")
+                metrics |= _timed(config)
+            found[loss].append(metrics)
+            _CONSOLE.print(f"{loss}, seed {seed}: {_line(metrics)}")
     _summary(found)
 
 
@@ -87,11 +87,11 @@ def _trained(config: gw.Config) -> ControllerWorkload:
 
 
 def _restored(config: gw.Config) -> Setup:
-    from groupwise.training.checkpoint import newest_good, restore
+    from groupwise.training.checkpoint import newest_valid_checkpoint, restore
 
     setup = set_up(config)
     assert config.run.run_dir is not None
-    path = newest_good(RunFolder(config.run.run_dir).checkpoints, _CONSOLE.print)
+    path = newest_valid_checkpoint(RunFolder(config.run.run_dir).checkpoints, _CONSOLE.print)
     assert path is not None
     restore(path, setup.state)
     return setup
@@ -102,10 +102,10 @@ def _trained_exactly(config: gw.Config) -> ControllerWorkload:
     workload = set_up(config).workload
     assert isinstance(workload, ControllerWorkload)
     training = workload.training
-    rewards = all_rewards(workload, training, torch.arange(len(training)), config.reward.weights)
-    optimiser = torch.optim.AdamW(workload.policy.parameters(), lr=config.optimiser.learning_rate)
+    rewards = reward_of_configurations(workload, training, torch.arange(len(training)), config.reward.weights)
+    optimizer = torch.optim.AdamW(workload.policy.parameters(), lr=config.optimizer.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser, lambda step: (1 + math.cos(math.pi * step / config.steps)) / 2
+        optimizer, lambda step: (1 + math.cos(math.pi * step / config.steps)) / 2
     )
     source = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
@@ -113,10 +113,10 @@ def _trained_exactly(config: gw.Config) -> ControllerWorkload:
         logp = workload.controller.path_logp(training, rows)
         earned = (logp.exp() * rewards[rows].to(logp)).flatten(1).sum(1).mean()
         entropy = -(logp.exp() * logp).flatten(1).sum(1).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-earned - config.loss.entropy_at(step / config.steps) * entropy).backward()
-        torch.nn.utils.clip_grad_norm_(workload.policy.parameters(), config.optimiser.max_grad_norm or math.inf)
-        optimiser.step()
+        torch.nn.utils.clip_grad_norm_(workload.policy.parameters(), config.optimizer.max_grad_norm or math.inf)
+        optimizer.step()
         schedule.step()
     return workload
 
@@ -126,7 +126,7 @@ def _judge(workload: ControllerWorkload) -> Callable[[ControllerWorkload], dict[
     task = workload.task
     assert task.choose is not None
     assert task.test is not None
-    choose, exam = make_exam(workload, task.choose()), make_exam(workload, task.test())
+    choose, exam = build_evaluation_set(workload, task.choose()), build_evaluation_set(workload, task.test())
     floor, kind, sample = (
         float(exam.score(choices).nanmean())
         for choices in (lookup(choose, exam), kind_oracle(choose, exam), oracle(exam))
@@ -148,7 +148,7 @@ def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _size(exam: Exam) -> str:
+def _size(exam: EvaluationSet) -> str:
     return f"{len(exam.questions)} test questions x {exam.budget_ms.shape[1]} budgets"
 
 
@@ -156,15 +156,15 @@ def _timed(config: gw.Config) -> dict[str, Any]:
     assert config.run.run_dir is not None
     evaluated = evaluate(config, RunFolder(config.run.run_dir), _CONSOLE.print)
     assert evaluated.report is not None
-    figures = evaluated.report.figures
+    metrics = evaluated.report.metrics
     return {
-        "violation_rate": figures["violations"]["controller"]["rate"],
-        "controller_share": figures["controller_time"]["share_of_answer"],
+        "violation_rate": metrics["violations"]["controller"]["rate"],
+        "controller_share": metrics["controller_time"]["share_of_answer"],
     }
 
 
-def _line(figures: dict[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in figures.items())
+def _line(metrics: dict[str, Any]) -> str:
+    return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
 
 
 def _summary(found: dict[str, list[dict[str, Any]]]) -> None:

@@ -37,12 +37,12 @@ def worker(output: Path, steps: int, placement: str) -> None:
     config = replace(recipe, workload=cold, steps=steps + 1, placement=placement)
     setup = set_up(config)
     taken = training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
-    rewards = [next(taken).figures["reward"]]
-    setup.comm.wait()
+    rewards = [next(taken).metrics["reward"]]
+    setup.comm.barrier()
     begun, worked = time.perf_counter(), time.process_time()
-    rewards += [step.figures["reward"] for step in taken]
+    rewards += [step.metrics["reward"] for step in taken]
     busiest = setup.comm.max(time.process_time() - worked)[0]
-    setup.comm.wait()
+    setup.comm.barrier()
     seconds = time.perf_counter() - begun
     if connect().is_main:
         output.write_text(json.dumps({"seconds": seconds, "busiest": busiest, "rewards": rewards}))

@@ -16,17 +16,17 @@ import numpy as np
 from sklearn.ensemble import RandomForestRegressor
 from tools.mosaic.importance import make_exam
 
-from groupwise.dist.process import settle_in
-from groupwise.latency.estimator import Estimator, crossed_folds
+from groupwise.dist.process import configure_process
+from groupwise.latency.estimator import LatencyEstimator, cross_folds
 from groupwise.latency.machine import current_machine
 from groupwise.latency.records import STAGES
-from groupwise.latency.regression import Observation, columns_of, stage_ms, total_ms
-from groupwise.workloads.controller.latency.estimates import KnobEstimator, work_identity
+from groupwise.latency.regression import Observation, feature_columns, stage_ms, total_ms
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, architecture_fingerprint
 from groupwise.workloads.controller.latency.profile import profile, prompt_length, time_answer
 from groupwise.workloads.controller.model.adapters import LlavaAdapter, Sample
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
-from groupwise.workloads.controller.tasks.mosaic.scene import Split
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 FOLDS = 3
@@ -38,7 +38,7 @@ Folds = Callable[[Sequence[Observation]], Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def samples_of(mosaics: int) -> list[Sample]:
-    exam = make_exam(Split.VALIDATION, mosaics, per_kind=1)
+    exam = make_exam(HandwritingSplit.VALIDATION, mosaics, per_kind=1)
     asked = zip(exam.questions.tokens, exam.questions.lengths, strict=True)
     return [
         mosaic_sample(exam.mosaics.pixels[row // exam.questions_per_mosaic], words[:length].tolist())
@@ -47,7 +47,7 @@ def samples_of(mosaics: int) -> list[Sample]:
 
 
 def by_configuration_and_sample(seen: Sequence[Observation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    return crossed_folds(seen, FOLDS, seed=11)
+    return cross_folds(seen, FOLDS, seed=11)
 
 
 def by_row(seen: Sequence[Observation]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -56,7 +56,7 @@ def by_row(seen: Sequence[Observation]) -> Iterator[tuple[np.ndarray, np.ndarray
 
 
 def estimator(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
-    return _expected(Estimator.fit(fitted, model="mosaic"), tested)
+    return _expected(LatencyEstimator.fit(fitted, model="mosaic"), tested)
 
 
 def forest(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
@@ -68,22 +68,22 @@ def forest(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expe
 
 
 def of_another_machine(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
-    return _expected(Estimator.fit([_elsewhere(one) for one in fitted], model="mosaic"), tested)
+    return _expected(LatencyEstimator.fit([_elsewhere(one) for one in fitted], model="mosaic"), tested)
 
 
 def recalibrated(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
-    there = Estimator.fit([_elsewhere(one) for one in fitted], model="mosaic")
+    there = LatencyEstimator.fit([_elsewhere(one) for one in fitted], model="mosaic")
     few = random.Random(11).sample(list(fitted), min(100, len(fitted)))
     return _expected(there.recalibrate(few), tested)
 
 
-def _expected(fitted: Estimator, tested: Sequence[Observation]) -> Expected:
-    rows = fitted.predict_rows(columns_of(tested))
+def _expected(fitted: LatencyEstimator, tested: Sequence[Observation]) -> Expected:
+    rows = fitted.predict_rows(feature_columns(tested))
     return dict(rows.stages_ms), rows.total_ms, rows.high_ms
 
 
 def _flat(seen: Sequence[Observation]) -> np.ndarray:
-    return np.stack([column for part in columns_of(seen).values() for column in part.values()], axis=1)
+    return np.stack([column for part in feature_columns(seen).values() for column in part.values()], axis=1)
 
 
 def expect_all(way: Way, folds: Folds, seen: Sequence[Observation]) -> Expected:
@@ -126,7 +126,7 @@ def _elsewhere(one: Observation) -> Observation:
 
 def predict_ms(executor: Executor, seen: Sequence[Observation], sample: Sample, new_tokens: int) -> tuple[int, float]:
     """Median milliseconds to estimate all settings of a sample, and how many there are."""
-    asked = KnobEstimator(Estimator.fit(seen, model="mosaic"), executor.options, new_tokens=new_tokens)
+    asked = KnobLatencyEstimator(LatencyEstimator.fit(seen, model="mosaic"), executor.options, new_tokens=new_tokens)
     prompt_tokens = {tier: prompt_length(executor.adapter, sample, tier) for tier in executor.options.crops}
     times = []
     for _ in range(50):
@@ -153,12 +153,12 @@ def main() -> None:
     given = flags.parse_args()
     clock = "processor" if given.cpu_time else "wall"
     timer = partial(time_answer, clock=time.process_time if given.cpu_time else time.perf_counter)
-    settle_in(1)
+    configure_process(1)
     model, samples = load_mosaic(), samples_of(6)
     executor = Executor(LlavaAdapter(model), mosaic_options())
     seen = profile(executor, samples, seconds=given.seconds, new_tokens=given.new_tokens, timer=timer)
     configurations, distinct = {one.configuration for one in seen}, {one.sample for one in seen}
-    print(f"{work_identity(model)}, {current_machine()}")
+    print(f"{architecture_fingerprint(model)}, {current_machine()}")
     print(
         f"profiled {given.seconds:.0f} s, one thread, {clock} clock: {len(seen)} answers of 1 to {given.new_tokens}"
         f" tokens, {len(configurations)} configurations, {len(distinct)} samples; median"
@@ -177,16 +177,16 @@ def main() -> None:
     for name, (way, folds) in WAYS.items():
         _, middle, high = expect_all(way, folds, seen)
         steady = error(middle * pace(measured / middle), measured)
-        figures = f"{error(middle, measured):11.1%} {error(middle, repeats_ms(seen)):10.1%} {steady:13.1%}"
-        print(f"{name:44} {figures} {(measured <= high).mean():9.1%}")
+        metrics = f"{error(middle, measured):11.1%} {error(middle, repeats_ms(seen)):10.1%} {steady:13.1%}"
+        print(f"{name:44} {metrics} {(measured <= high).mean():9.1%}")
     stages, _, _ = expect_all(estimator, by_configuration_and_sample, seen)
     for stage in STAGES:
         times = stage_ms(seen, stage)
         there = times > 0
         slow = pace(times[there] / stages[stage][there])
-        figures = f"{error(stages[stage][there], times[there]):11.1%} {'':10}"
+        metrics = f"{error(stages[stage][there], times[there]):11.1%} {'':10}"
         steady = error(stages[stage][there] * slow, times[there])
-        print(f"{f'  {stage}, median {np.median(times[there]):.2f} ms':44} {figures} {steady:13.1%}")
+        print(f"{f'  {stage}, median {np.median(times[there]):.2f} ms':44} {metrics} {steady:13.1%}")
     count, took = predict_ms(executor, seen, samples[0], given.new_tokens)
     print(f"estimating all {count} settings of a sample takes {took:.2f} ms")
 

@@ -19,14 +19,14 @@ from tools.mosaic.importance import make_exam
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaForConditionalGeneration
 
-from groupwise.dist.process import settle_in
+from groupwise.dist.process import configure_process
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
-from groupwise.workloads.controller.model.answer_cache import Answers, recall
-from groupwise.workloads.controller.model.executor import Answer, Executor, Request
-from groupwise.workloads.controller.model.knobs import Work
+from groupwise.workloads.controller.model.answer_cache import AnswerCache, answer_with_cache
+from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor
+from groupwise.workloads.controller.model.knobs import WorkCounts
 from groupwise.workloads.controller.tasks.mosaic.model import configured, load_mosaic, prompt
 from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
-from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 OPTIONS = mosaic_options()
@@ -43,19 +43,19 @@ OPERATORS = {
 }
 
 
-def twenty_requests() -> list[Request]:
-    exam, chance, every = make_exam(Split.TEST, 4), random.Random(0), list(OPTIONS.all())
+def twenty_requests() -> list[AnswerRequest]:
+    exam, chance, every = make_exam(HandwritingSplit.TEST, 4), random.Random(0), list(OPTIONS.all())
     requests = []
     for number in range(4):
         row = number * exam.questions_per_mosaic + 3 * number
         asked = exam.questions.tokens[row, : exam.questions.lengths[row]].tolist()
         sample = mosaic_sample(exam.mosaics.pixels[number], asked)
-        requests += [Request(sample, chance.choice(every)) for _ in range(5)]
+        requests += [AnswerRequest(sample, chance.choice(every)) for _ in range(5)]
     return requests
 
 
 @torch.inference_mode()
-def latency_token(model: LlavaForConditionalGeneration, request: Request) -> torch.Tensor:
+def latency_token(model: LlavaForConditionalGeneration, request: AnswerRequest) -> torch.Tensor:
     """The state of one more token after the blocks before the insertion position."""
     knobs, seen = request.knobs, list[torch.Tensor]()
     last_block = model.model.language_model.layers[knobs.insertion_position - 1]
@@ -68,7 +68,7 @@ def latency_token(model: LlavaForConditionalGeneration, request: Request) -> tor
 
 
 @torch.inference_mode()
-def generated(model: LlavaForConditionalGeneration, request: Request) -> int:
+def generated(model: LlavaForConditionalGeneration, request: AnswerRequest) -> int:
     knobs = request.knobs
     kept = [block for block, top_k in enumerate(OPTIONS.path(knobs)) if top_k]
     with configured(model, kept, knobs.top_k, knobs.insertion_position):
@@ -77,7 +77,9 @@ def generated(model: LlavaForConditionalGeneration, request: Request) -> int:
         return int(model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=1, do_sample=False)[0, -1])
 
 
-def together(executor: Executor, requests: Sequence[Request]) -> tuple[list[Answer], Work, list[torch.Tensor]]:
+def together(
+    executor: Executor, requests: Sequence[AnswerRequest]
+) -> tuple[list[Answer], WorkCounts, list[torch.Tensor]]:
     """The same for all of them at once: the latency tokens, then the answers."""
     heads = {request.head: (request.sample, request.knobs.tier) for request in requests}
     prefix = executor.prefix(list(heads.values()), executor.adapter.embed(torch.tensor([PAD_TOKEN]))[0])
@@ -98,7 +100,7 @@ def gemm_rate() -> float:
     return 2 * 1024**3 / (min(milliseconds(lambda: left @ right) for _ in range(9)) / 1000)
 
 
-def where_time_goes(executor: Executor, requests: Sequence[Request]) -> Mapping[str, float]:
+def where_time_goes(executor: Executor, requests: Sequence[AnswerRequest]) -> Mapping[str, float]:
     """Milliseconds by kind of operator, and what the matrix products alone would take at the GEMM rate."""
     with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiled:
         begun = time.perf_counter()
@@ -114,20 +116,20 @@ def where_time_goes(executor: Executor, requests: Sequence[Request]) -> Mapping[
 
 
 def main() -> None:
-    settle_in(1)
+    configure_process(1)
     model = load_mosaic()
     model.generation_config.pad_token_id = PAD_TOKEN
-    executor, memory, requests = Executor(LlavaAdapter(model), OPTIONS), Answers("mosaic"), twenty_requests()
+    executor, memory, requests = Executor(LlavaAdapter(model), OPTIONS), AnswerCache("mosaic"), twenty_requests()
     answers, work, tokens = together(executor, requests)
     assert [answer.tokens[0] for answer in answers] == [generated(model, request) for request in requests]
     torch.testing.assert_close(tokens, [latency_token(model, request) for request in requests], atol=1e-4, rtol=1e-4)
-    recall(executor, memory, requests)
+    answer_with_cache(executor, memory, requests)
     ways: dict[str, Callable[[], object]] = {
         SERIAL: lambda: [(latency_token(model, request), generated(model, request)) for request in requests],
         "serial: answers only": lambda: [generated(model, request) for request in requests],
         COLD: lambda: together(executor, requests),
         "executor, cold, answers only": lambda: executor.answer(requests),
-        "executor, remembered": lambda: recall(executor, memory, requests),
+        "executor, remembered": lambda: answer_with_cache(executor, memory, requests),
     }
     rounds = [{name: milliseconds(way) for name, way in ways.items()} for _ in range(9)]
     medians = {name: statistics.median(found[name] for found in rounds) for name in ways}

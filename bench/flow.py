@@ -3,8 +3,8 @@
     window    the recipe: two neighbouring steps are drawn and trained, members share what comes before
     all       every step but the last is drawn and trained
     usual     the loop as it is usually written (bench/flow_usual.py): every step, stored twice, encodings recomputed,
-              rewards normalised by prompt
-    regrouped the usual loop with rewards normalised by condition: what of its result is due to its groups
+              rewards normalized by prompt
+    regrouped the usual loop with rewards normalized by condition: what of its result is due to its groups
     global    the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
 
 Runs of one seed take turns step by step, so that a slow spell of the machine meets all of them alike. Seconds are of
@@ -26,7 +26,7 @@ from flow_usual import UsualLoop
 from rich.console import Console
 from rich.table import Table
 
-from groupwise.core.advantage import compare
+from groupwise.core.advantage import compute_advantages
 from groupwise.core.config import AdvantageConfig
 from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages, Rollouts
@@ -104,11 +104,11 @@ def _run(kind: str, steps: int, seed: int) -> Run:
     return Run(setup, lambda: _next(training, comparing), lambda: kept[-1], spreads=spreads)
 
 
-def _next(training: Iterator[loop.Step], comparing: Callable[..., Advantages]) -> None:
+def _next(training: Iterator[loop.StepResult], comparing: Callable[..., Advantages]) -> None:
     """A step whose rollouts are compared in this way."""
-    loop.compare = comparing  # type: ignore[attr-defined]
+    loop.compute_advantages = comparing  # type: ignore[attr-defined]
     next(training)
-    loop.compare = compare  # type: ignore[attr-defined]
+    loop.compute_advantages = compute_advantages  # type: ignore[attr-defined]
 
 
 def _comparing(spreads: list[tuple[float, float]], *, one_group: bool) -> Callable[..., Advantages]:
@@ -118,7 +118,7 @@ def _comparing(spreads: list[tuple[float, float]], *, one_group: bool) -> Callab
         groups = [rewards.total[group_ids == each] for each in group_ids.unique()]
         within = statistics.mean(group.std(correction=0).item() for group in groups)
         spreads.append((within, rewards.total.std(correction=0).item()))
-        return compare(rewards, torch.zeros_like(group_ids) if one_group else group_ids, config)
+        return compute_advantages(rewards, torch.zeros_like(group_ids) if one_group else group_ids, config)
 
     return heard
 

@@ -1,7 +1,7 @@
 """The loop that flow models are usually trained with, transcribed plainly, for comparison; see bench/flow.py.
 
 Every step is drawn, kept (latents and next latents) and trained, members start from noise of their own, conditions are
-encoded for every batch anew, and rewards are normalised among rollouts of one prompt, or of one condition if so asked.
+encoded for every batch anew, and rewards are normalized among rollouts of one prompt, or of one condition if so asked.
 """
 
 from __future__ import annotations
@@ -11,13 +11,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.core.placement import Rows, place
+from groupwise.core.placement import RolloutRows, place
 from groupwise.training.config import Config
 from groupwise.training.run import Setup
 from groupwise.workloads.flow.models.base import GuidedVelocity
-from groupwise.workloads.flow.rewards import judge_clips, weighed
+from groupwise.workloads.flow.rewards import clip_rewards, weighted_sum
 from groupwise.workloads.flow.sampling.schedule import noise_levels
-from groupwise.workloads.flow.sampling.steppers import STEPPERS, Span, drawn, log_probability, ode
+from groupwise.workloads.flow.sampling.steppers import (
+    STEPPERS,
+    NoiseInterval,
+    ode,
+    sample_transition,
+    transition_logprob,
+)
 from groupwise.workloads.flow.workload import FlowWorkload
 
 
@@ -43,7 +49,7 @@ class UsualLoop:
 
     def epoch(self, step: int) -> float:
         """Sample, judge and train once; the mean reward."""
-        rows = place(self.setup.shape, seed=self.config.seed, step=step).of(0)
+        rows = place(self.setup.shape, seed=self.config.seed, step=step).rows_of(0)
         with torch.no_grad():
             batches = [self._sample(part) for part in rows.passes()]
         self.stored_bytes = sum(
@@ -51,9 +57,9 @@ class UsualLoop:
         )
         conditions = [self.workload.task.conditions[number] for number in rows.condition.tolist()]
         clips = self.workload.decode(torch.cat([batch.last for batch in batches]))
-        rewards = weighed(judge_clips(self.workload.task.rewards, conditions, clips), self.workload.task.weights)
+        rewards = weighted_sum(clip_rewards(self.workload.task.rewards, conditions, clips), self.workload.task.weights)
         keys = [condition.prompt if self.by_prompt else condition.name for condition in conditions]
-        advantages = _normalised(rewards, keys)
+        advantages = _normalized(rewards, keys)
         self._train(batches, advantages.float())
         return rewards.mean().item()
 
@@ -65,35 +71,35 @@ class UsualLoop:
     def _step(self, condition: Tensor, latents: Tensor, nth: int, *, noisy: bool = True):  # type: ignore[no-untyped-def]
         sigma, following = (self.levels[at].expand(len(latents)) for at in (nth, nth + 1))
         velocity = self._velocity(condition, latents, sigma)
-        span = Span(sigma, following, self.sampling.eta, float(self.levels[1]))
+        span = NoiseInterval(sigma, following, self.sampling.eta, float(self.levels[1]))
         return (STEPPERS[self.sampling.stepper] if noisy else ode)(latents, velocity, span)
 
-    def _sample(self, rows: Rows) -> Batch:
+    def _sample(self, rows: RolloutRows) -> Batch:
         shape = (len(rows), *self.workload.shape)
         elements = torch.Size(self.workload.shape).numel()
         path, logp = [rows.normal(0, elements).float().view(shape)], []
         for nth in range(self.sampling.steps - 1):
             transition = self._step(rows.condition, path[-1], nth)
-            path.append(drawn(transition, rows.normal(nth + 1, elements).float().view(shape)))
-            logp.append(log_probability(path[-1], transition))
+            path.append(sample_transition(transition, rows.normal(nth + 1, elements).float().view(shape)))
+            logp.append(transition_logprob(path[-1], transition))
         last = self._step(rows.condition, path[-1], self.sampling.steps - 1, noisy=False).mean
         return Batch(rows.condition, torch.stack(path[:-1], 1), torch.stack(path[1:], 1), torch.stack(logp, 1), last)
 
     def _train(self, batches: list[Batch], advantages: Tensor) -> None:
         state, clip = self.setup.state, self.config.loss
         trained = self.sampling.steps - 1
-        state.optimiser.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)
         for batch, gain in zip(batches, advantages.split([len(batch.condition) for batch in batches]), strict=True):
             for nth in range(trained):
                 transition = self._step(batch.condition, batch.latents[:, nth], nth)
-                ratio = (log_probability(batch.next_latents[:, nth], transition) - batch.logp[:, nth]).exp()
+                ratio = (transition_logprob(batch.next_latents[:, nth], transition) - batch.logp[:, nth]).exp()
                 kept = torch.minimum(ratio * gain, ratio.clamp(1 - clip.clip_low, 1 + clip.clip_high) * gain)
                 (-kept.sum() / (len(advantages) * trained)).backward()
-        torch.nn.utils.clip_grad_norm_(state.trainable, self.config.optimiser.max_grad_norm or float("inf"))
-        state.optimiser.step()
+        torch.nn.utils.clip_grad_norm_(state.trainable, self.config.optimizer.max_grad_norm or float("inf"))
+        state.optimizer.step()
 
 
-def _normalised(rewards: Tensor, keys: list[str]) -> Tensor:
+def _normalized(rewards: Tensor, keys: list[str]) -> Tensor:
     """Among rollouts whose key is the same."""
     advantages = torch.zeros_like(rewards)
     for key in set(keys):

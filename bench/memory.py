@@ -24,9 +24,9 @@ import torch
 from memory_points import POINTS, Point
 from torch.profiler import ProfilerActivity, profile
 
-from groupwise.core.units import readable
-from groupwise.training.config import OptimiserConfig
-from groupwise.training.state import new_state
+from groupwise.core.units import format_bytes
+from groupwise.training.config import OptimizerConfig
+from groupwise.training.state import create_state
 
 
 def allocated(act: Callable[[], object]) -> int:
@@ -53,15 +53,15 @@ def true_bytes(point: Point) -> int:
     if point.stage == "rollout":
         with torch.no_grad():
             return before + allocated(made.rollout)
-    optimiser = new_state(made.policy, OptimiserConfig()).optimiser
+    optimizer = create_state(made.policy, OptimizerConfig()).optimizer
 
     def step() -> None:
         for _ in range(2):
             made.one_pass().backward()
-        optimiser.step()
+        optimizer.step()
 
     step()
-    optimiser.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)
     return before + allocated(step)
 
 
@@ -80,7 +80,7 @@ def of_deepspeed(numbers: int) -> int | None:
     return int(on_device)
 
 
-def figures(name: str, point: Point) -> dict[str, Any]:
+def metrics(name: str, point: Point) -> dict[str, Any]:
     begun = time.perf_counter()
     planned = sum(getattr(point.planned().stages(point.job()), point.stage).values())
     milliseconds = 1000 * (time.perf_counter() - begun)
@@ -103,12 +103,12 @@ def figures(name: str, point: Point) -> dict[str, Any]:
 
 def shown(found: dict[str, Any]) -> str:
     truth, trace = found["truth"], found["trace"]
-    beside = f"{readable(truth)} | {trace / truth - 1:+.1%}" if truth else "- | -"
-    plan = f"{readable(found['plan'])} | {found['plan'] / trace - 1:+.1%}"
+    beside = f"{format_bytes(truth)} | {trace / truth - 1:+.1%}" if truth else "- | -"
+    plan = f"{format_bytes(found['plan'])} | {found['plan'] / trace - 1:+.1%}"
     others = " | ".join(
         f"{found[name] / trace - 1:+.0%}" if found[name] else "-" for name in ("accelerate", "deepspeed")
     )
-    return f"| {found['name']} | {beside} | {readable(trace)} | {plan} | {others} | {found['trace_s']:.0f} s |"
+    return f"| {found['name']} | {beside} | {format_bytes(trace)} | {plan} | {others} | {found['trace_s']:.0f} s |"
 
 
 def main() -> None:
@@ -117,7 +117,7 @@ def main() -> None:
     print("| of | truth | trace off by | trace | plan | plan off by | accelerate | DeepSpeed | trace took |")
     for name, point in POINTS.items():
         if not words or name in words:
-            found = figures(name, point)
+            found = metrics(name, point)
             print(json.dumps(found) if "--json" in sys.argv else shown(found), flush=True)
 
 

@@ -10,15 +10,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from groupwise.core.placement import Rows
-from groupwise.core.shape import Shape
+from groupwise.core.placement import RolloutRows
+from groupwise.core.shape import StepShape
 from groupwise.memory.architecture import architecture
 from groupwise.memory.plan import MemoryModel
-from groupwise.memory.stages import Job
-from groupwise.memory.trace import traced_update
-from groupwise.workloads.chat.memory import LanguageMemory
-from groupwise.workloads.controller.memory import FrozenMemory, vision_of
-from groupwise.workloads.flow.memory import VideoMemory, video_model
+from groupwise.memory.stages import StepSpec
+from groupwise.memory.trace import trace_update
+from groupwise.workloads.chat.memory import ChatMemory
+from groupwise.workloads.controller.memory import ControllerMemory, vision_of
+from groupwise.workloads.flow.memory import FlowMemory, video_model
 
 Stage = Literal["rollout", "update"]
 
@@ -56,26 +56,26 @@ class Made:
     follow_rollout: Callable[[], int] = lambda: 0
     follow_update: Callable[[], int] | None = None
 
-    def traced(self, stage: Stage, job: Job) -> int:
+    def traced(self, stage: Stage, job: StepSpec) -> int:
         if stage == "rollout":
             return self.follow_rollout()
         if self.follow_update is not None:
             return self.follow_update()
-        return traced_update(self.policy, self.one_pass, job, more=self.more)
+        return trace_update(self.policy, self.one_pass, job, more=self.more)
 
 
 class Point(Protocol):
     stage: Stage
     true: bool
 
-    def job(self) -> Job: ...
+    def job(self) -> StepSpec: ...
     def planned(self) -> MemoryModel: ...
     def made(self, fake: bool) -> Made: ...
 
 
-def two_groups(rows: int) -> Job:
+def two_groups(rows: int) -> StepSpec:
     """One group a pass, or less: two groups in all."""
-    return Job(Shape(10**6, 2, max(2, rows), 1, rows, "whole"), fused=True)
+    return StepSpec(StepShape(10**6, 2, max(2, rows), 1, rows, "whole"), fused=True)
 
 
 @dataclass(frozen=True)
@@ -90,14 +90,14 @@ class Chat:
     true: bool = True
     stage: Stage = "update"
 
-    def job(self) -> Job:
+    def job(self) -> StepSpec:
         return two_groups(self.rows)
 
-    def planned(self) -> LanguageMemory:
+    def planned(self) -> ChatMemory:
         known = {"lora_rank": self.policy.get("lora_rank"), "dtype": self.policy.get("dtype", "float32")}
         known |= {"checkpointing": self.policy.get("gradient_checkpointing", False)}
         known |= {"reference_copies": int(self.policy.get("reference") == "copy")}
-        return LanguageMemory(architecture({"model_type": self.kind, **self.sizes}), *self.lengths, **known)
+        return ChatMemory(architecture({"model_type": self.kind, **self.sizes}), *self.lengths, **known)
 
     def made(self, fake: bool) -> Made:
         import transformers
@@ -106,7 +106,7 @@ class Chat:
         from groupwise.workloads.chat.config import PolicyConfig
 
         config = transformers.AutoConfig.for_model(self.kind, **self.sizes, **NO_TOKENS)
-        policy = trace.policy_like(config, PolicyConfig(model="-", **self.policy), fake=fake)
+        policy = trace.fake_policy(config, PolicyConfig(model="-", **self.policy), fake=fake)
         lengths = {"prompt_tokens": self.lengths[0], "completion_tokens": self.lengths[1]}
         copy, rows = policy._reference[0], 2 * self.rows
         held = tuple(copy.parameters()) if copy is not None else ()
@@ -122,13 +122,13 @@ class Chat:
     def _rolled_out(self, policy: Any, rows: int) -> object:
         """All rows go on to their last token: no token stops them."""
         from groupwise.workloads.chat.engine.generate import generate
-        from groupwise.workloads.chat.engine.sampler import Sampling
+        from groupwise.workloads.chat.engine.sampler import SamplingParams
 
         (prompt, completion), member = self.lengths, torch.arange(rows) % self.rows
         group = torch.arange(rows) // self.rows
         asked = [[1 + nth % 100 for nth in range(prompt)]] * 2
-        placed = Rows(0, 0, rows, group, member, group)
-        return generate(policy, asked, group.tolist(), placed, Sampling(max_new_tokens=completion))
+        placed = RolloutRows(0, 0, rows, group, member, group)
+        return generate(policy, asked, group.tolist(), placed, SamplingParams(max_new_tokens=completion))
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,19 @@ class Flow:
     true: bool = True
     stage: Stage = "update"
 
-    def job(self) -> Job:
+    def job(self) -> StepSpec:
         return two_groups(self.rows)
 
-    def planned(self) -> VideoMemory:
+    def planned(self) -> FlowMemory:
         rank = 4 if self.part == "lora" else None
-        return VideoMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
+        return FlowMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
 
     def made(self, fake: bool) -> Made:
         from groupwise.workloads.flow.config import TrainConfig
-        from groupwise.workloads.flow.trace import followed_rollout, stages_of, transformer_like
+        from groupwise.workloads.flow.trace import fake_transformer, followed_rollout, stages_of
 
         train = TrainConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
-        transformer = transformer_like(self.sizes, train, fake=fake)
+        transformer = fake_transformer(self.sizes, train, fake=fake)
         found = stages_of(transformer, self.planned(), self.job(), fake=fake)
         follow = partial(followed_rollout, transformer, found)
         return Made(transformer, found.one_pass, found.rollout, more=found.held, follow_rollout=follow)
@@ -174,14 +174,14 @@ class Knobs:
     true: bool = True
     stage: Stage = "rollout"
 
-    def job(self) -> Job:
+    def job(self) -> StepSpec:
         return two_groups(self.rows)
 
-    def planned(self) -> FrozenMemory:
+    def planned(self) -> ControllerMemory:
         text = architecture({"model_type": "olmoe", **self.text})
         crops = {"low": 1 + self.crops // 4, "medium": 1 + self.crops // 2, "high": 1 + self.crops}
         positions = min(5, text.layers - 1 - text.layers // 4)
-        return FrozenMemory(
+        return ControllerMemory(
             text,
             vision_of(self.vision, text.width),
             crops,
@@ -195,7 +195,7 @@ class Knobs:
     def made(self, fake: bool) -> Made:
         import transformers
 
-        from groupwise.workloads.controller.trace import controller_like, followed_rollout, followed_update
+        from groupwise.workloads.controller.trace import fake_controller, followed_rollout, followed_update
 
         config = transformers.LlavaConfig(
             vision_config=transformers.SiglipVisionConfig(**self.vision),
@@ -204,7 +204,7 @@ class Knobs:
             vision_feature_select_strategy="full",
             tie_word_embeddings=False,
         )
-        found = controller_like(config, self.planned(), self.job(), fake=fake)
+        found = fake_controller(config, self.planned(), self.job(), fake=fake)
         return Made(
             found.policy,
             found.one_pass,

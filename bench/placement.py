@@ -11,14 +11,14 @@ import time
 import torch
 
 from groupwise.core.placement import place
-from groupwise.core.shape import KINDS, Shape
+from groupwise.core.shape import PLACEMENTS, StepShape
 
 RUNS = 20
 
 
-def milliseconds(shape: Shape, step: int) -> float:
+def milliseconds(shape: StepShape, step: int) -> float:
     begun = time.perf_counter()
-    place(shape, seed=0, step=step).of(shape.ranks - 1)
+    place(shape, seed=0, step=step).rows_of(shape.ranks - 1)
     return 1000 * (time.perf_counter() - begun)
 
 
@@ -29,8 +29,8 @@ def main() -> None:
     )
     print(f"{'conditions':>12} {'kind':>9} {'inside an epoch':>22} {'across two epochs':>22}")
     for conditions in (20_000, 10_000_000, 10_000_000_000):
-        for kind in KINDS:
-            shape = Shape(conditions, 8192, 8, ranks=4096, rows_per_pass=4, kind=kind)
+        for kind in PLACEMENTS:
+            shape = StepShape(conditions, 8192, 8, ranks=4096, rows_per_pass=4, kind=kind)
             place(shape, seed=0, step=0)
             across = conditions // 8192
             cells = []

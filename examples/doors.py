@@ -31,7 +31,18 @@ def right_share(prompts, completions, **columns) -> list[float]:
     return (torch.stack(completions) == best).double().mean(1).tolist()
 
 
+class DoorsReporter(gw.Reporter):
+    def describe_rollouts(self, rollouts: gw.Rollouts) -> list[dict]:
+        rooms, doors = rollouts.data["rooms"], rollouts.data["doors"]
+        return [
+            {"room": room.tolist(), "doors": door.tolist(), "right": right_doors(room[None])[0].tolist()}
+            for room, door in zip(rooms, doors, strict=True)
+        ]
+
+
 class Doors(gw.Workload):
+    reporter = DoorsReporter()
+
     def __init__(self, hidden: int, device: torch.device):
         torch.manual_seed(0)  # the same weights on every rank
         width = CORRIDORS * PICTURES
@@ -40,13 +51,13 @@ class Doors(gw.Workload):
         )
         self.rooms = ROOMS[~HELD_OUT].to(device)
         self.group_ids = torch.tensor([gw.group_id(nth, room) for nth, room in enumerate(self.rooms)])
-        self.conditions = len(self.rooms)
+        self.num_conditions = len(self.rooms)
 
     def log_probabilities(self, rooms: torch.Tensor) -> torch.Tensor:
         logits = self.policy(one_hot(rooms, PICTURES).flatten(1).float())
         return logits.view(-1, CORRIDORS, DOORS).log_softmax(-1)
 
-    def rollout(self, rows: gw.Rows) -> gw.Rollouts:
+    def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         rooms = self.rooms[rows.condition]
         logp = self.log_probabilities(rooms)
         chance = torch.cat([rows.uniform(decision) for decision in range(CORRIDORS)], dim=1).to(logp)
@@ -58,25 +69,18 @@ class Doors(gw.Workload):
             data={"rooms": rooms, "doors": doors},
         )
 
-    def rewards(self, rollouts: gw.Rollouts) -> gw.Terms:
-        return gw.judge({"right": right_share}, list(rollouts.data["rooms"]), list(rollouts.data["doors"]))
+    def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
+        return gw.call_rewards({"right": right_share}, list(rollouts.data["rooms"]), list(rollouts.data["doors"]))
 
-    def score(self, rollouts: gw.Rollouts) -> gw.Scored:
+    def score(self, rollouts: gw.Rollouts) -> gw.Scores:
         logp = self.log_probabilities(rollouts.data["rooms"])
         taken = logp.gather(2, rollouts.data["doors"][:, :, None])[:, :, 0]
-        return gw.Scored(taken, entropy=-(logp.exp() * logp).sum(-1))
+        return gw.Scores(taken, entropy=-(logp.exp() * logp).sum(-1))
 
     def evaluate(self) -> dict[str, float]:
         rooms = ROOMS[HELD_OUT].to(self.rooms.device)
         greedy = self.log_probabilities(rooms).argmax(-1)
         return {"right doors in rooms never seen (best 1)": (greedy == right_doors(rooms)).float().mean().item()}
-
-    def describe(self, rollouts: gw.Rollouts) -> list[dict]:
-        rooms, doors = rollouts.data["rooms"], rollouts.data["doors"]
-        return [
-            {"room": room.tolist(), "doors": door.tolist(), "right": right_doors(room[None])[0].tolist()}
-            for room, door in zip(rooms, doors, strict=True)
-        ]
 
 
 @dataclass(frozen=True)
@@ -95,5 +99,5 @@ def recipe() -> gw.Config:
         conditions_per_step=16,
         group_size=8,
         rows_per_pass=16,
-        optimiser=gw.OptimiserConfig(learning_rate=1e-2, schedule="linear"),
+        optimizer=gw.OptimizerConfig(learning_rate=1e-2, schedule="linear"),
     )

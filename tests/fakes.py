@@ -38,9 +38,9 @@ class TinyWorkload(gw.Workload):
         self.reference = TinyPolicy().to(device, getattr(torch, config.dtype))
         with torch.no_grad():
             self.reference.head.bias.add_(torch.linspace(-1, 1, DECISIONS * CHOICES).to(self.reference.head.bias))
-        self.conditions = CONDITIONS
+        self.num_conditions = CONDITIONS
 
-    def rollout(self, rows: gw.Rows) -> gw.Rollouts:
+    def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         logp = self.policy(rows.condition)
         chance = torch.cat([rows.uniform(decision) for decision in range(DECISIONS)], dim=1).to(logp)
         choices = (logp.exp().cumsum(-1) < chance[:, :, None]).sum(-1).clamp(max=CHOICES - 1)
@@ -52,7 +52,7 @@ class TinyWorkload(gw.Workload):
             data={"condition": rows.condition, "choices": choices, "member": rows.member},
         )
 
-    def rewards(self, rollouts: gw.Rollouts) -> gw.Terms:
+    def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
         time.sleep(self.config.seconds_per_step)
         right = rollouts.data["choices"] == rollouts.data["condition"][:, None] % CHOICES
         share = (right & rollouts.mask).sum(1) / rollouts.mask.sum(1)
@@ -60,16 +60,16 @@ class TinyWorkload(gw.Workload):
             share = share.masked_fill(rollouts.data["condition"] < self.config.flat_below, 0.5)
         if self.config.missing_member is not None:
             share = share.masked_fill(rollouts.data["member"] == self.config.missing_member, math.nan)
-        return gw.Terms({"share": share.double()})
+        return gw.RewardTerms({"share": share.double()})
 
-    def score(self, rollouts: gw.Rollouts) -> gw.Scored:
+    def score(self, rollouts: gw.Rollouts) -> gw.Scores:
         def taken(logp: Tensor) -> Tensor:
             return logp.gather(2, rollouts.data["choices"][:, :, None])[:, :, 0]
 
         logp = self.policy(rollouts.data["condition"])
         with torch.no_grad():
             reference = taken(self.reference(rollouts.data["condition"]))
-        return gw.Scored(taken(logp), entropy=-(logp.exp() * logp).sum(-1), reference_logp=reference)
+        return gw.Scores(taken(logp), entropy=-(logp.exp() * logp).sum(-1), reference_logp=reference)
 
     def evaluate(self) -> dict[str, float]:
         best = torch.arange(CONDITIONS) % CHOICES
@@ -99,7 +99,7 @@ def recipe() -> gw.Config:
         group_size=4,
         rows_per_pass=4,
         loss=gw.LossConfig(kl=0.05, entropy=0.01),
-        optimiser=gw.OptimiserConfig(learning_rate=0.05, ema_decay=0.9, schedule="cosine", updates_per_rollout=2),
+        optimizer=gw.OptimizerConfig(learning_rate=0.05, ema_decay=0.9, schedule="cosine", updates_per_rollout=2),
         run=gw.RunConfig(checkpoint_every=2),
     )
 

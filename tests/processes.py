@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {
@@ -37,7 +37,7 @@ def start(*words: object) -> subprocess.Popen[str]:
 def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[str], *, seconds: float = 60) -> None:
     """Until the run has logged so many steps."""
     deadline = time.monotonic() + seconds
-    while len(read_lines(folder / "metrics.jsonl")) < steps:
+    while len(read_jsonl(folder / "metrics.jsonl")) < steps:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.005)

@@ -8,7 +8,7 @@ import pytest
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "doors.json"
@@ -18,7 +18,7 @@ def rewards_of_a_run(folder: Path) -> list[float]:
     config = load_recipe(str(ROOT / "examples" / "doors.py"))
     summary = gw.train(replace(config, run=gw.RunConfig(run_dir=folder)))
     assert summary.eval_after["right doors in rooms never seen (best 1)"] == 1.0
-    return [entry["reward"] for entry in read_lines(folder / "metrics.jsonl")]
+    return [entry["reward"] for entry in read_jsonl(folder / "metrics.jsonl")]
 
 
 def test_doors_reaches_the_optimum_along_the_golden_curve(tmp_path):

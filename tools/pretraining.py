@@ -11,8 +11,8 @@ from groupwise.core.errors import UserError
 CHECKPOINT = "pretraining.pt"
 
 
-def save_progress(
-    folder: Path, plan: object, model: nn.Module, optimiser: torch.optim.Optimizer, steps_done: int
+def save_pretraining_state(
+    folder: Path, plan: object, model: nn.Module, optimizer: torch.optim.Optimizer, steps_done: int
 ) -> None:
     """Write all that the coming steps depend on: beside the old file first, then in its place."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -20,15 +20,15 @@ def save_progress(
         "plan": repr(plan),
         "steps_done": steps_done,
         "model": model.state_dict(),
-        "optimiser": optimiser.state_dict(),
+        "optimizer": optimizer.state_dict(),
     }
     unfinished = folder / f"{CHECKPOINT}.unfinished"
     torch.save(state, unfinished)
     os.replace(unfinished, folder / CHECKPOINT)
 
 
-def take_up(folder: Path, plan: object, model: nn.Module, optimiser: torch.optim.Optimizer) -> int:
-    """Set model and optimiser to what is in the folder, if anything; return how many steps are done."""
+def restore_pretraining_state(folder: Path, plan: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Set model and optimizer to what is in the folder, if anything; return how many steps are done."""
     path = folder / CHECKPOINT
     if not path.exists():
         return 0
@@ -36,5 +36,5 @@ def take_up(folder: Path, plan: object, model: nn.Module, optimiser: torch.optim
     if state["plan"] != repr(plan):
         raise UserError(f"{path} was written with another plan. Take another folder, or that plan: {state['plan']}")
     model.load_state_dict(state["model"])
-    optimiser.load_state_dict(state["optimiser"])
+    optimizer.load_state_dict(state["optimizer"])
     return int(state["steps_done"])

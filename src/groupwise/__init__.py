@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
     from groupwise.core.errors import UserError
     from groupwise.core.groups import group_id
-    from groupwise.core.placement import Rows, place
-    from groupwise.core.shape import Shape
-    from groupwise.core.types import Rollouts, Scored, Terms
-    from groupwise.rewards.call import judge
-    from groupwise.training.config import Config, OptimiserConfig, RunConfig
+    from groupwise.core.placement import RolloutRows, place
+    from groupwise.core.shape import StepShape
+    from groupwise.core.types import RewardTerms, Rollouts, Scores
+    from groupwise.rewards.call import call_rewards
+    from groupwise.training.config import Config, OptimizerConfig, RunConfig
     from groupwise.training.run import train
-    from groupwise.workloads.base import Workload, WorkloadConfig
+    from groupwise.workloads.base import Reporter, Workload, WorkloadConfig
     from groupwise.workloads.controller.serving.adaptive import AdaptiveModel
 
 __version__ = "0.1.0"
@@ -28,19 +28,20 @@ _HOME = {
     "AdvantageConfig": "core.config",
     "Config": "training.config",
     "LossConfig": "core.config",
-    "OptimiserConfig": "training.config",
+    "OptimizerConfig": "training.config",
+    "Reporter": "workloads.base",
     "RewardConfig": "core.config",
     "Rollouts": "core.types",
-    "Rows": "core.placement",
+    "RolloutRows": "core.placement",
     "RunConfig": "training.config",
-    "Scored": "core.types",
-    "Shape": "core.shape",
-    "Terms": "core.types",
+    "Scores": "core.types",
+    "StepShape": "core.shape",
+    "RewardTerms": "core.types",
     "UserError": "core.errors",
     "Workload": "workloads.base",
     "WorkloadConfig": "workloads.base",
     "group_id": "core.groups",
-    "judge": "rewards.call",
+    "call_rewards": "rewards.call",
     "place": "core.placement",
     "train": "training.run",
 }
@@ -50,19 +51,20 @@ __all__ = [
     "AdvantageConfig",
     "Config",
     "LossConfig",
-    "OptimiserConfig",
+    "OptimizerConfig",
+    "Reporter",
     "RewardConfig",
+    "RewardTerms",
+    "RolloutRows",
     "Rollouts",
-    "Rows",
     "RunConfig",
-    "Scored",
-    "Shape",
-    "Terms",
+    "Scores",
+    "StepShape",
     "UserError",
     "Workload",
     "WorkloadConfig",
+    "call_rewards",
     "group_id",
-    "judge",
     "place",
     "train",
 ]

@@ -8,7 +8,7 @@ from groupwise.cli.main import main
 if __name__ == "__main__":
     code = main()
     if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from groupwise.dist.comm import end_at_once
+        from groupwise.dist.comm import exit_now
 
-        end_at_once()
+        exit_now()
     sys.exit(code)

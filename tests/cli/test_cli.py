@@ -56,7 +56,7 @@ def test_help_teaches_in_under_half_a_second(words):
 
 def test_every_field_is_documented():
     said = groupwise("train", "--help").stdout
-    for name in ("--group-size", "--reward.max-missing-share", "--loss.clip-low", "--optimiser.ema-decay", "--resume"):
+    for name in ("--group-size", "--reward.max-missing-share", "--loss.clip-low", "--optimizer.ema-decay", "--resume"):
         assert name in said
     for block in said.split("╭")[1:]:
         for entry in block.split("│ --")[1:]:
@@ -121,7 +121,7 @@ def test_other_libraries_names_are_understood(capsys):
         (["train", "fakes:recipe", "--group-size", "1"], "at least 2 members"),
         (["train", "fakes:recipe", "--steps", "0"], "steps is 0"),
         (["train", "fakes:recipe", "--loss.clip-low", "7"], "loss.clip_low is 7"),
-        (["train", "fakes:recipe", "--optimiser.learning-rate", "0"], "learning_rate is 0"),
+        (["train", "fakes:recipe", "--optimizer.learning-rate", "0"], "learning_rate is 0"),
         (["train", "fakes:recipe", "--rows-per-pass", "3"], "Nearest that fit"),
         (["train", "fakes:recipe", "--conditions-per-step", "41"], "dataset holds 40 conditions"),
         (["train", "fakes:recipe", "--placement", "scattered"], "whole, spread, shuffled"),
@@ -132,10 +132,10 @@ def test_other_libraries_names_are_understood(capsys):
         (["place", "--conditions", "3"], "Nearest that fit: conditions_per_step 4"),
         (["place", "--step", "-1"], "step is -1"),
         (["train", "fakes:recipe", "--ranks", "2"], "as many ranks as the launcher starts"),
-        (["train", "fakes:recipe", "--optimiser.max-grad-norm", "-1"], "max_grad_norm is -1"),
-        (["train", "fakes:recipe", "--optimiser.betas", "2", "2"], "betas is (2.0, 2.0)"),
-        (["train", "fakes:recipe", "--optimiser.learning-rate", "nan"], "learning_rate is nan"),
-        (["train", "fakes:recipe", "--optimiser.weight-decay", "-1"], "weight_decay is -1"),
+        (["train", "fakes:recipe", "--optimizer.max-grad-norm", "-1"], "max_grad_norm is -1"),
+        (["train", "fakes:recipe", "--optimizer.betas", "2", "2"], "betas is (2.0, 2.0)"),
+        (["train", "fakes:recipe", "--optimizer.learning-rate", "nan"], "learning_rate is nan"),
+        (["train", "fakes:recipe", "--optimizer.weight-decay", "-1"], "weight_decay is -1"),
         (["train", "fakes:recipe", "--loss.denominator", "constant"], "loss.constant is None"),
         (["train", "fakes:recipe", "--samples-per-step", "-1"], "samples_per_step is -1"),
         (["train", "fakes:recipe", "--placement", "os:getcwd"], "os:getcwd"),
@@ -254,7 +254,7 @@ def test_train_check_and_eval_speak_json(capsys, tmp_path):
     assert json.loads(out)["passed"] is True
     code, out, _ = run(capsys, "eval", folder, "--json")
     assert code == 0
-    assert json.loads(out)["figures"] == summary["eval_after"]
+    assert json.loads(out)["metrics"] == summary["eval_after"]
 
 
 def test_output_cut_by_head_is_no_crash():

@@ -66,8 +66,8 @@ def test_a_local_model_is_drawn_and_explained(capsys, tmp_path):
     assert "By tier and top-k, 8 blocks" in out
     # Three tiers with 6 to 8 blocks, and with top-k 2 to 4.
     lines = [line.split() for line in out.splitlines()]
-    figures = [line for line in lines if line and line[-1].replace(".", "").isdigit() and len(line) >= 8]
-    assert len(figures) == 3 * 3 + 3 * 3
+    metrics = [line for line in lines if line and line[-1].replace(".", "").isdigit() and len(line) >= 8]
+    assert len(metrics) == 3 * 3 + 3 * 3
     assert "15 settings x 2 answers" in err
     drawn = (tmp_path / "drawn.svg").read_text()
     for word in ("tiny: one answer, measured", "milliseconds (p50)", "vision", "prefill", "decode", "blocks", "top-k"):

@@ -27,9 +27,9 @@ def test_json_holds_parts_peak_settings_and_whether_it_fits(config, capsys):
     assert found["peak_bytes"] == max(sum(parts.values()) for parts in found["parts"].values())
     assert list(found["settings"]) == ["current", "recommended", "aggressive"]
     for setting in found["settings"].values():
-        assert {"rows_per_pass", "rollouts_per_step", "passes_per_step", "bytes", "utilisation"} <= set(setting)
-    assert 0.4 < found["settings"]["recommended"]["utilisation"] <= 0.6
-    assert 0.6 < found["settings"]["aggressive"]["utilisation"] <= 0.85
+        assert {"rows_per_pass", "rollouts_per_step", "passes_per_step", "bytes", "utilization"} <= set(setting)
+    assert 0.4 < found["settings"]["recommended"]["utilization"] <= 0.6
+    assert 0.6 < found["settings"]["aggressive"]["utilization"] <= 0.85
 
 
 def test_sharding_divides_what_is_sharded(config, capsys):
@@ -37,7 +37,7 @@ def test_sharding_divides_what_is_sharded(config, capsys):
     for more in ([], ["--sharded"]):
         main(["plan", config, "--device-memory", "80GiB", "--ranks", "8", "--json", *more])
         sizes.append(json.loads(capsys.readouterr().out)["parts"]["update"])
-    for name in ("weights", "gradients", "optimiser"):
+    for name in ("weights", "gradients", "optimizer"):
         assert sizes[1][name] == pytest.approx(sizes[0][name] / 8, abs=1)
 
 

@@ -7,8 +7,8 @@ from workloads.controller.tiny import llava_olmoe
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.latency.estimator import Estimator
-from groupwise.workloads.controller.latency.estimates import KnobEstimator, work_identity
+from groupwise.latency.estimator import LatencyEstimator
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, architecture_fingerprint
 from groupwise.workloads.controller.model.load import load_model
 
 
@@ -19,13 +19,13 @@ def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
     assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     loaded = load_model(tmp_path / "tiny")
-    estimator = Estimator.load(file, model=work_identity(loaded.model))
+    estimator = LatencyEstimator.load(file, model=architecture_fingerprint(loaded.model))
     assert told["answers"] == len(estimator.ratios) >= 19
     assert told["median_error"] >= 0
-    rows = KnobEstimator(estimator, loaded.options, new_tokens=2).rows(dict.fromkeys(loaded.options.crops, 40))
+    rows = KnobLatencyEstimator(estimator, loaded.options, new_tokens=2).rows(dict.fromkeys(loaded.options.crops, 40))
     assert (rows.high_ms > 0).all()
     with pytest.raises(UserError, match="was fitted for"):
-        Estimator.load(file, model="another")
+        LatencyEstimator.load(file, model="another")
 
 
 @pytest.mark.parametrize(

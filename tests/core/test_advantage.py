@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from groupwise.core.advantage import group_advantages
 from groupwise.core.config import AdvantageConfig
 
-KINDS = ("group_std", "batch_std", "centred", "leave_one_out")
+KINDS = ("group_std", "batch_std", "centered", "leave_one_out")
 NAN = math.nan
 
 
@@ -21,7 +21,7 @@ def advantages(rewards, ids, kind="group_std", **settings):
 def test_by_hand():
     # rewards 1, 3: mean 2, std 1
     assert_close(advantages([1.0, 3.0], [0, 0]).values.tolist(), [-1.0, 1.0])
-    assert_close(advantages([1.0, 3.0], [0, 0], "centred").values.tolist(), [-1.0, 1.0])
+    assert_close(advantages([1.0, 3.0], [0, 0], "centered").values.tolist(), [-1.0, 1.0])
     # the other member's mean: 1 - 3, 3 - 1
     assert_close(advantages([1.0, 3.0], [0, 0], "leave_one_out").values.tolist(), [-2.0, 2.0])
     # 1, 3 | 5, 9: all have mean 4.5 and variance (12.25 + 2.25 + 0.25 + 20.25) / 4 = 8.75
@@ -52,7 +52,7 @@ def naive(rewards, ids, kind):
         if kind == "leave_one_out":
             result.append(reward - (sum(group) - reward) / (len(group) - 1))
             continue
-        pool = {"group_std": group, "batch_std": present, "centred": None}[kind]
+        pool = {"group_std": group, "batch_std": present, "centered": None}[kind]
         centre = sum(pool) / len(pool) if pool else 0
         std = math.sqrt(sum((r - centre) ** 2 for r in pool) / len(pool)) if pool else 1.0
         result.append((reward - mean) / (std + 1e-9))

@@ -9,7 +9,7 @@ from torch import tensor
 from torch.testing import assert_close
 
 from groupwise.core import loss as losses
-from groupwise.core.types import Rollouts, concatenate
+from groupwise.core.types import Rollouts, concatenate_rollouts
 
 
 def float64(values):
@@ -148,7 +148,7 @@ def test_pulls_are_the_gradient_of_the_ranking_loss(seed):
 def test_passes_of_different_width_are_put_together():
     narrow = Rollouts(tensor([1]), float64([[-1.0]]), tensor([[True]]), {"text": ["a"], "x": tensor([1])})
     wide = Rollouts(tensor([2]), float64([[-2.0, -3.0]]), tensor([[True, True]]), {"text": ["b"], "x": tensor([2])})
-    both = concatenate([narrow, wide])
+    both = concatenate_rollouts([narrow, wide])
     assert both.mask.tolist() == [[True, False], [True, True]]
     assert both.select(tensor([1])).data["text"] == ["b"]
     assert both.data["x"].tolist() == [1, 2]

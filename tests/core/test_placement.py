@@ -9,20 +9,20 @@ from hypothesis import strategies as st
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.core.shape import KINDS, Shape
+from groupwise.core.shape import PLACEMENTS, StepShape
 
 
 @st.composite
 def shapes(draw, kind=None):
     """Shapes that fit, whatever their kind, ranks and rows."""
-    kind = kind or draw(st.sampled_from(KINDS))
+    kind = kind or draw(st.sampled_from(PLACEMENTS))
     ranks, rows, group_size = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.integers(2, 12))
     if kind == "whole":
         group_size = draw(st.sampled_from([size for size in range(2, 13) if size % rows == 0 or rows % size == 0]))
     step = ranks * rows // math.gcd(ranks * rows, group_size) if kind != "whole" else ranks * max(1, rows // group_size)
     per_step = step * draw(st.integers(1, 3))
     conditions = draw(st.one_of(st.just(per_step), st.integers(2 * per_step - 1, 9 * per_step)))
-    return Shape(conditions, per_step, group_size, ranks, rows, kind)
+    return StepShape(conditions, per_step, group_size, ranks, rows, kind)
 
 
 @given(shapes(), st.integers(0, 10**12), st.integers(0, 2**63 - 1))
@@ -33,21 +33,22 @@ def test_each_condition_has_each_member_once_in_a_seat_of_its_own(shape, step, s
     assert Counter(placed.condition.tolist()) == dict.fromkeys(set(placed.condition.tolist()), shape.group_size)
     assert len(set(placed.condition.tolist())) == shape.conditions_per_step
     seats = {
-        (r, p, s) for r, p, s in zip(placed.rank.tolist(), placed.pass_.tolist(), placed.slot.tolist(), strict=True)
+        (r, p, s)
+        for r, p, s in zip(placed.rank.tolist(), placed.pass_index.tolist(), placed.slot.tolist(), strict=True)
     }
     assert len(seats) == shape.rollouts_per_step
     assert placed.slot.max() < shape.rows_per_pass
-    assert placed.pass_.max() == shape.passes - 1
+    assert placed.pass_index.max() == shape.passes - 1
 
 
 @given(shapes(), st.integers(0, 1000))
 def test_the_ranks_together_run_what_one_rank_would(shape, step):
     placed = place(shape, seed=3, step=step)
-    alone = place(Shape(shape.conditions, shape.conditions_per_step, shape.group_size), seed=3, step=step)
+    alone = place(StepShape(shape.conditions, shape.conditions_per_step, shape.group_size), seed=3, step=step)
     together = [
         row
         for rank in range(shape.ranks)
-        for part in placed.of(rank).passes()
+        for part in placed.rows_of(rank).passes()
         for row in zip(part.group.tolist(), part.member.tolist(), part.condition.tolist(), strict=True)
     ]
     assert sorted(together) == sorted(
@@ -60,7 +61,7 @@ def test_whole_keeps_a_group_on_one_rank_and_in_whole_passes(shape):
     placed = place(shape, seed=0, step=0)
     assert placed.ranks_touched().tolist() == [1] * shape.conditions_per_step
     for group in placed.group.unique():
-        in_passes = Counter(placed.pass_[placed.group == group].tolist())
+        in_passes = Counter(placed.pass_index[placed.group == group].tolist())
         assert set(in_passes.values()) == {min(shape.group_size, shape.rows_per_pass)}
 
 
@@ -75,7 +76,7 @@ def test_spread_deals_members_as_evenly_as_can_be(shape):
 
 def test_shuffled_spreads_a_group_over_four_ranks_as_often_as_chance_has_it():
     # 8 ranks x 2 rows, 4 groups of 4: 4 ranks in 61.5 % of groups (8 choose 4 x 2^4 / 16 choose 4), 3 in 36.9 %
-    shape = Shape(10_000, 4, 4, ranks=8, rows_per_pass=2, kind="shuffled")
+    shape = StepShape(10_000, 4, 4, ranks=8, rows_per_pass=2, kind="shuffled")
     touched = torch.cat([place(shape, seed=0, step=step).ranks_touched() for step in range(2000)])
     assert (touched == 4).double().mean() == pytest.approx(1120 / 1820, abs=0.02)
     assert (touched == 2).double().mean() == pytest.approx(28 / 1820, abs=0.005)
@@ -83,7 +84,7 @@ def test_shuffled_spreads_a_group_over_four_ranks_as_often_as_chance_has_it():
 
 @pytest.mark.parametrize(("conditions", "per_step"), [(12, 4), (13, 4), (7, 4), (101, 8), (9, 9), (1, 1), (3, 2)])
 def test_an_epoch_visits_each_condition_once_and_no_step_repeats_one(conditions, per_step):
-    shape = Shape(conditions, per_step, group_size=2)
+    shape = StepShape(conditions, per_step, group_size=2)
     steps = [place(shape, seed=5, step=step).condition[::2].tolist() for step in range(8 * conditions)]
     assert all(len(set(step)) == per_step for step in steps)
     stream = [condition for step in steps for condition in step]
@@ -94,39 +95,39 @@ def test_an_epoch_visits_each_condition_once_and_no_step_repeats_one(conditions,
 
 
 def test_ten_million_conditions_and_4096_ranks_take_under_50_ms():
-    shape = Shape(10_000_000, conditions_per_step=8192, group_size=8, ranks=4096, rows_per_pass=4, kind="shuffled")
+    shape = StepShape(10_000_000, conditions_per_step=8192, group_size=8, ranks=4096, rows_per_pass=4, kind="shuffled")
     straddling = 10_000_000 // 8192  # the dearest step: it ends one epoch and begins the next
     for step in (straddling, 10**9):
         milliseconds = []
         for _ in range(8):  # the best of eight: other processes may have the core meanwhile
             begun = time.process_time()
-            place(shape, seed=0, step=step).of(4095)
+            place(shape, seed=0, step=step).rows_of(4095)
             milliseconds.append(1000 * (time.process_time() - begun))
         assert min(milliseconds) < 50
 
 
-def two_halves_swapped(shape: Shape, seed: int, step: int) -> torch.Tensor:
+def two_halves_swapped(shape: StepShape, seed: int, step: int) -> torch.Tensor:
     return torch.arange(shape.rollouts_per_step).roll(shape.rollouts_per_step // 2)
 
 
-def everyone_in_seat_zero(shape: Shape, seed: int, step: int) -> torch.Tensor:
+def everyone_at_position_zero(shape: StepShape, seed: int, step: int) -> torch.Tensor:
     return torch.zeros(shape.rollouts_per_step, dtype=torch.int64)
 
 
 def test_a_placement_of_ones_own():
-    placed = place(Shape(2, 2, 2, kind=f"{__name__}:two_halves_swapped"), seed=0, step=0)
+    placed = place(StepShape(2, 2, 2, kind=f"{__name__}:two_halves_swapped"), seed=0, step=0)
     assert placed.group.tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
     ("kind", "says"),
-    [("everyone_in_seat_zero", "a seat of its own"), ("no_such", "cannot be imported")],
+    [("everyone_at_position_zero", "a position of its own"), ("no_such", "cannot be imported")],
 )
 def test_a_wrong_placement_of_ones_own_is_refused(kind, says):
     with pytest.raises(UserError, match=says):
-        place(Shape(2, 2, 2, kind=f"{__name__}:{kind}"), seed=0, step=0)
+        place(StepShape(2, 2, 2, kind=f"{__name__}:{kind}"), seed=0, step=0)
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match="whole, spread, shuffled"):
-        place(Shape(2, 2, 2, kind="scattered"), seed=0, step=0)
+        place(StepShape(2, 2, 2, kind="scattered"), seed=0, step=0)

@@ -11,7 +11,7 @@ from scipy import stats
 from groupwise.core.epochs import keyed_permutation
 from groupwise.core.placement import place
 from groupwise.core.randomness import normal, random_bits, to_normal, uniform
-from groupwise.core.shape import Shape
+from groupwise.core.shape import StepShape
 
 KEYS = ("seed", "step", "group", "member", "decision", "element")
 
@@ -80,9 +80,9 @@ def test_a_rollouts_numbers_do_not_depend_on_where_it_runs():
     shape = {"conditions": 20, "conditions_per_step": 4, "group_size": 4}
     drawn = {}
     for ranks, rows, kind in [(1, 1, "whole"), (4, 2, "shuffled"), (8, 2, "spread")]:
-        placed = place(Shape(**shape, ranks=ranks, rows_per_pass=rows, kind=kind), seed=1, step=9)
+        placed = place(StepShape(**shape, ranks=ranks, rows_per_pass=rows, kind=kind), seed=1, step=9)
         for rank in range(ranks):
-            for part in placed.of(rank).passes():
+            for part in placed.rows_of(rank).passes():
                 for group, member, number in zip(part.group, part.member, part.normal(2, elements=3), strict=True):
                     drawn.setdefault((int(group), int(member)), []).append(tuple(number.tolist()))
     assert len(drawn) == 16

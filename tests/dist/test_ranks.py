@@ -11,7 +11,7 @@ from processes import ENVIRONMENT, on_ranks
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 
 WORKER = Path(__file__).parent / "worker.py"
 
@@ -95,7 +95,7 @@ def test_accelerate_launches_it_too(tmp_path):
     ended = on_ranks(2, words, launcher="accelerate")
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "2 ranks" in ended.stderr
-    assert len(read_lines(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 ONE_RANK_FAILS = """
@@ -108,7 +108,7 @@ class Fails(fakes.TinyWorkload):
         self.calls += 1
         terms = super().rewards(rollouts)
         if self.calls == 5 and os.environ["RANK"] == "1":
-            return gw.Terms({"share": terms.values["share"][1:]})
+            return gw.Terms({"share": terms.per_rollout["share"][1:]})
         return terms
 
 @dataclass(frozen=True)

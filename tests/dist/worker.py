@@ -13,8 +13,8 @@ from fakes import TinyConfig, recipe
 
 import groupwise as gw
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect, disconnect, end_at_once
-from groupwise.training.loop import rollout, training_steps
+from groupwise.dist.comm import connect, disconnect, exit_now
+from groupwise.training.loop import generate_rollouts, training_steps
 from groupwise.training.run import set_up
 
 LOSSES = {"clipped": gw.LossConfig(kl=0.05, entropy=0.01), "ranking": gw.LossConfig(kind="ranking")}
@@ -24,15 +24,15 @@ def outcome(config: gw.Config) -> dict[str, object]:
     """Rollouts of the first step by (group, member), the first gradient, and the weights after three steps."""
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
-    rows = placed.of(setup.comm.rank)
-    rollouts = rollout(setup.workload, placed, setup.comm)
+    rows = placed.rows_of(setup.comm.rank)
+    rollouts = generate_rollouts(setup.workload, placed, setup.comm)
     order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
     choices = setup.comm.gather(rollouts.data["choices"])[order]
     steps = training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
     first = next(steps)
     parameters = list(setup.workload.policy.parameters())
     gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])
-    rewards = [first.figures["reward"], *(step.figures["reward"] for step in steps)]
+    rewards = [first.metrics["reward"], *(step.metrics["reward"] for step in steps)]
     weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
     return {
         "choices": choices,
@@ -62,4 +62,4 @@ if __name__ == "__main__":
     if comm.is_main:
         torch.save(outcomes, sys.argv[1])
     disconnect()
-    end_at_once()
+    exit_now()

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.errors import UserError
-from groupwise.latency.estimator import Estimator, conformal, crossed_folds
+from groupwise.latency.estimator import LatencyEstimator, conformal_quantile, cross_folds
 from groupwise.latency.machine import Machine, current_machine
-from groupwise.latency.records import DECODE, PREFILL, VISION, Estimated, Measured
-from groupwise.latency.regression import Observation, columns_of, median_prices, total_ms
+from groupwise.latency.records import DECODE, PREFILL, VISION, EstimatedLatency, MeasuredLatency
+from groupwise.latency.regression import Observation, feature_columns, nonnegative_median_regression, total_ms
 
 HERE = Machine("one core", 2, 1, "2.13", "cpu")
 
@@ -50,37 +50,39 @@ def measure(count, *, noise=0.0, seed=0, factors=(1.0, 1.0, 1.0), constants=(0.0
             for stage, time in true_stages(part, factors, constants).items()
         }
         name = f"{crops} crops, {blocks} blocks, top-{top_k}"
-        seen.append(Observation(name, f"sample {sample}", part, Measured(stages, sum(stages.values()))))
+        seen.append(Observation(name, f"sample {sample}", part, MeasuredLatency(stages, sum(stages.values()))))
     return seen
 
 
 def errors(estimator, seen):
-    return np.abs(estimator.predict_rows(columns_of(seen)).total_ms / total_ms(seen) - 1)
+    return np.abs(estimator.predict_rows(feature_columns(seen)).total_ms / total_ms(seen) - 1)
 
 
 @pytest.fixture(scope="module")
 def fitted():
-    return Estimator.fit(measure(600, noise=0.05), model="tiny", machine=HERE)
+    return LatencyEstimator.fit(measure(600, noise=0.05), model="tiny", machine=HERE)
 
 
 def test_prices_by_hand():
     # 2 ms a crop and 3 ms a block, exactly: 1 crop and 1 block take 5 ms, 2 and 1 take 7, 1 and 2 take 8.
     work = np.array([[1.0, 1.0], [2.0, 1.0], [1.0, 2.0]])
-    assert median_prices(work, np.array([5.0, 7.0, 8.0]), np.ones(3)) == pytest.approx([2, 3])
+    assert nonnegative_median_regression(work, np.array([5.0, 7.0, 8.0]), np.ones(3)) == pytest.approx([2, 3])
     # The median of 1, 2 and 90 is 2: an outlier pulls no harder than the rest. A price is never negative.
-    assert median_prices(np.ones((3, 1)), np.array([1.0, 2.0, 90.0]), np.ones(3)) == pytest.approx([2], abs=1e-3)
-    assert median_prices(np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([2.0, 1.0]), np.ones(2))[1] == 0
+    assert nonnegative_median_regression(np.ones((3, 1)), np.array([1.0, 2.0, 90.0]), np.ones(3)) == pytest.approx(
+        [2], abs=1e-3
+    )
+    assert nonnegative_median_regression(np.array([[1.0, 0.0], [1.0, 1.0]]), np.array([2.0, 1.0]), np.ones(2))[1] == 0
 
 
 def test_exact_times_give_exact_prices_and_an_estimate_by_hand():
-    estimator = Estimator.fit(measure(200), model="tiny", machine=HERE)
+    estimator = LatencyEstimator.fit(measure(200), model="tiny", machine=HERE)
     assert estimator.prices[VISION] == pytest.approx({"crops": 0.5, "constant": 3})
     assert estimator.prices[PREFILL] == pytest.approx({"blocks": 0.8, "expert_pairs": 0.002, "constant": 1})
     assert estimator.prices[DECODE] == pytest.approx({"steps": 0.4, "block_steps": 0.3, "constant": 0}, abs=1e-9)
     # 3 + 0.5 x 7 = 6.5; 1 + 0.8 x 10 + 0.002 x 10 x 5 x 30 = 12; 0.4 x 2 + 0.3 x 20 = 6.8
     one = estimator.predict(features(7, 10, 5))
-    assert isinstance(one, Estimated)
-    assert not isinstance(one, Measured)
+    assert isinstance(one, EstimatedLatency)
+    assert not isinstance(one, MeasuredLatency)
     assert one.stages_ms == pytest.approx({VISION: 6.5, PREFILL: 12, DECODE: 6.8})
     assert (one.total_ms, one.high_ms, one.quantile) == pytest.approx((25.3, 25.3, 0.95))
 
@@ -112,11 +114,13 @@ def test_many_rows_at_once_are_each_row_alone(fitted, rows):
 @pytest.mark.parametrize("seed", range(3))
 def test_held_out_configurations_and_samples_stay_under_the_quantile(seed):
     seen = measure(500, noise=0.08, seed=seed)
-    fit_on, tested = next(iter(crossed_folds(seen, 2)))
-    estimator = Estimator.fit([one for one, there in zip(seen, fit_on, strict=True) if there], model="m", machine=HERE)
+    fit_on, tested = next(iter(cross_folds(seen, 2)))
+    estimator = LatencyEstimator.fit(
+        [one for one, there in zip(seen, fit_on, strict=True) if there], model="m", machine=HERE
+    )
     new = measure(1500, noise=0.08, seed=seed + 1)
     for quantile in (0.5, 0.9, 0.95):
-        high = estimator.at(quantile).predict_rows(columns_of(new)).high_ms
+        high = estimator.at(quantile).predict_rows(feature_columns(new)).high_ms
         # About 125 ratios: the coverage itself strays by sqrt(q (1 - q) / 125), 0.02 to 0.045.
         assert abs((total_ms(new) <= high).mean() - quantile) < 4 * (quantile * (1 - quantile) / 125) ** 0.5
     held_out = [one for one, there in zip(seen, tested, strict=True) if there]
@@ -125,18 +129,18 @@ def test_held_out_configurations_and_samples_stay_under_the_quantile(seed):
 
 def test_the_quantile_of_sorted_ratios_by_hand():
     # 19 ratios: the ceil(20 x 0.95) = 19th. 18 cannot tell: ceil(19 x 0.95) is beyond them.
-    assert conformal(np.arange(1.0, 20.0), 0.95) == 19
-    assert conformal(np.arange(1.0, 20.0), 0.5) == 10
+    assert conformal_quantile(np.arange(1.0, 20.0), 0.95) == 19
+    assert conformal_quantile(np.arange(1.0, 20.0), 0.5) == 10
     with pytest.raises(UserError, match=r"18 observations cannot tell a quantile of 0.95: it takes at least 19"):
-        conformal(np.arange(1.0, 19.0), 0.95)
+        conformal_quantile(np.arange(1.0, 19.0), 0.95)
     with pytest.raises(UserError, match=r"quantile is 1.0: it must be from 0.5 to below 1"):
-        conformal(np.ones(9), 1.0)
+        conformal_quantile(np.ones(9), 1.0)
 
 
 def test_no_configuration_and_no_sample_is_on_both_sides_and_each_observation_is_tested_once():
     seen = measure(300)
     times_tested = np.zeros(len(seen), int)
-    for fit_on, tested in crossed_folds(seen):
+    for fit_on, tested in cross_folds(seen):
         for name in ("configuration", "sample"):
             sides = [{getattr(seen[row], name) for row in np.flatnonzero(side)} for side in (fit_on, tested)]
             assert not sides[0] & sides[1]
@@ -147,7 +151,7 @@ def test_no_configuration_and_no_sample_is_on_both_sides_and_each_observation_is
 def test_saved_and_loaded_is_bit_equal(fitted, tmp_path):
     path = tmp_path / "new folder" / "estimator.json"
     fitted.save(path)
-    loaded = Estimator.load(path, model="tiny", machine=HERE)
+    loaded = LatencyEstimator.load(path, model="tiny", machine=HERE)
     assert loaded.ratios.tobytes() == fitted.ratios.tobytes()
     assert replace(loaded, ratios=0) == replace(fitted, ratios=0)
     assert loaded.predict(features(7, 14, 6)) == fitted.predict(features(7, 14, 6))
@@ -158,11 +162,11 @@ def test_another_machine_or_model_is_refused_unless_it_is_wanted_anyway(fitted, 
     path = tmp_path / "estimator.json"
     fitted.save(path)
     with pytest.raises(UserError, match=r"fitted for model tiny, not large\. Profile here .* recalibrate"):
-        Estimator.load(path, model="large", machine=HERE)
+        LatencyEstimator.load(path, model="large", machine=HERE)
     with pytest.raises(UserError, match=r"fitted for cpu one core, not .* anyway=True"):
-        Estimator.load(path, model="tiny")
+        LatencyEstimator.load(path, model="tiny")
     other = replace(HERE, threads=8)
-    loaded = Estimator.load(path, model="large", machine=other, anyway=True)
+    loaded = LatencyEstimator.load(path, model="large", machine=other, anyway=True)
     assert loaded.differs == {"threads": "1, not 8", "model": "tiny, not large"}
     assert loaded.predict(features(7, 14, 6)) == fitted.predict(features(7, 14, 6))
     # Recalibration heals the machine, not the model.
@@ -184,7 +188,7 @@ def test_a_file_that_is_none_is_refused(tmp_path, content, says):
     if content is not None:
         path.write_text(content)
     with pytest.raises(UserError, match=says):
-        Estimator.load(path, model="tiny")
+        LatencyEstimator.load(path, model="tiny")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -195,13 +199,13 @@ def test_100_measurements_recalibrate_for_another_machine(fitted, seed):
     assert np.median(errors(fitted, new)) > 0.13
     healed = fitted.recalibrate(measure(100, seed=seed, **there), machine=replace(HERE, cpu="another"))
     assert np.median(errors(healed, new)) < 0.1
-    assert 0.9 <= (total_ms(new) <= healed.predict_rows(columns_of(new)).high_ms).mean() <= 0.99
+    assert 0.9 <= (total_ms(new) <= healed.predict_rows(feature_columns(new)).high_ms).mean() <= 0.99
     # 3 + 0.5 x 7 = 6.5 before, 13 there.
     assert healed.predict(features(7, 14, 6)).stages_ms[VISION] == pytest.approx(13, rel=0.1)
 
 
 def test_an_estimator_holds_until_too_many_answers_exceed_it():
-    exact = Estimator.fit(measure(200), model="tiny", machine=HERE)
+    exact = LatencyEstimator.fit(measure(200), model="tiny", machine=HERE)
     exact = replace(exact, ratios=np.linspace(0.8, 1.2, 401))  # one in twenty below 0.82, one in twenty above 1.18
     same = measure(40)
     assert exact.pace(same) == pytest.approx(1, abs=1e-6)
@@ -218,16 +222,16 @@ def test_an_estimator_holds_until_too_many_answers_exceed_it():
 def test_what_cannot_be_learnt_from_is_refused(fitted):
     seen = measure(100)
     with pytest.raises(UserError, match="There are no observations"):
-        Estimator.fit([], model="tiny")
+        LatencyEstimator.fit([], model="tiny")
     with pytest.raises(UserError, match="All observations share one sample, 'a'"):
-        Estimator.fit([replace(one, sample="a") for one in seen], model="tiny")
+        LatencyEstimator.fit([replace(one, sample="a") for one in seen], model="tiny")
     with pytest.raises(UserError, match=r"10 observations cannot tell a quantile of 0.95"):
-        Estimator.fit(seen[:10], model="tiny")
-    broken = replace(seen[3], measured=Measured(dict.fromkeys(seen[3].measured.stages_ms, 1.0), float("nan")))
+        LatencyEstimator.fit(seen[:10], model="tiny")
+    broken = replace(seen[3], measured=MeasuredLatency(dict.fromkeys(seen[3].measured.stages_ms, 1.0), float("nan")))
     with pytest.raises(UserError, match="negative or not finite"):
-        Estimator.fit([*seen, broken], model="tiny")
+        LatencyEstimator.fit([*seen, broken], model="tiny")
     with pytest.raises(UserError, match="has other features than the first one"):
-        Estimator.fit([*seen, replace(seen[0], features={VISION: {}})], model="tiny")
+        LatencyEstimator.fit([*seen, replace(seen[0], features={VISION: {}})], model="tiny")
     with pytest.raises(UserError, match=r"fitted with the features vision.crops, .* was given vision.crops"):
         fitted.predict({VISION: {"crops": 1.0}})
 
@@ -236,7 +240,7 @@ def test_a_price_that_was_never_seen_is_not_guessed():
     without = [
         replace(one, features=features(4 + n % 9, 12 + n % 5, 4, steps=0.0)) for n, one in enumerate(measure(200))
     ]
-    estimator = Estimator.fit(without, model="tiny", machine=HERE)
+    estimator = LatencyEstimator.fit(without, model="tiny", machine=HERE)
     estimator.predict(features(4, 12, 4, steps=0.0))
     with pytest.raises(UserError, match=r"decode.steps, decode.block_steps was 0 in all observations"):
         estimator.predict(features(4, 12, 4, steps=1.0))

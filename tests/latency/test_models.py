@@ -20,9 +20,9 @@ from transformers import (
 )
 from workloads.controller.tiny import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
 
-from groupwise.latency.meter import Meter, find_parts
-from groupwise.workloads.controller.model.adapters import adapt
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.latency.meter import LatencyMeter, find_model_parts
+from groupwise.workloads.controller.model.adapters import adapter_for
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
 
 SMALL = {
@@ -131,13 +131,13 @@ class Ticks:
 def test_generate_is_cut_into_its_stages(name):
     torch.manual_seed(0)
     model, inputs = (TEXT_MODELS | VISION_MODELS)[name]()
-    parts = find_parts(model)
+    parts = find_model_parts(model)
     clock, blocks, given = Ticks(parts), model.config.get_text_config().num_hidden_layers, []
 
     def answer():
         given.append(model.generate(**inputs, do_sample=False, max_new_tokens=4, min_new_tokens=4))
 
-    timing = Meter(parts, clock=clock, detail=True).time(answer)
+    timing = LatencyMeter(parts, clock=clock, detail=True).time(answer)
     assert given[0].shape[1] == inputs["input_ids"].shape[1] + 4
     one_pass = 10 * blocks + 1  # block 0 among them, from the first pass on
     vision = {"Llava": 2000, "LlavaNext": 2000, "Qwen3VL": 1000, "Qwen3VLMoe": 1000}.get(name, 0)
@@ -152,7 +152,7 @@ def test_generate_is_cut_into_its_stages(name):
 
 def test_vision_is_the_tower_and_the_projector():
     model = llava_olmoe()
-    parts = find_parts(model)
+    parts = find_model_parts(model)
     assert list(parts.vision) == ["vision_tower", "multi_modal_projector"]
     assert parts.vision["vision_tower"] is model.model.vision_tower
     assert parts.blocks == tuple(model.model.language_model.layers)
@@ -165,15 +165,15 @@ def test_vision_is_the_tower_and_the_projector():
 @pytest.mark.parametrize("with_prefix", [False, True])
 def test_the_executor_is_cut_into_its_stages_and_skipped_blocks_cost_nothing(tokens, with_prefix):
     model = llava_olmoe()
-    parts = find_parts(model)
+    parts = find_model_parts(model)
     clock = Ticks(parts)
-    executor, knobs, asked = Executor(adapt(model), OPTIONS), Knobs("medium", 2, 1, 5), sample(2)
+    executor, knobs, asked = Executor(adapter_for(model), OPTIONS), Knobs("medium", 2, 1, 5), sample(2)
 
     def answer():
         prefix = executor.prefix([(asked, knobs.tier)], torch.zeros(32)) if with_prefix else None
-        executor.answer([Request(asked, knobs)], prefix=prefix, max_new_tokens=tokens)
+        executor.answer([AnswerRequest(asked, knobs)], prefix=prefix, max_new_tokens=tokens)
 
-    timing = Meter(parts, clock=clock, detail=True).time(answer)
+    timing = LatencyMeter(parts, clock=clock, detail=True).time(answer)
     # Five of eight blocks. The prefix runs three in full; two are gone on from, and the third is run again with top-1.
     first = 10 * (5 + with_prefix) + 1
     assert timing.stages_ms == pytest.approx({"vision": 2000, "prefill": first, "decode": (tokens - 1) * 51})

@@ -9,9 +9,9 @@ from transformers import SiglipVisionConfig, SiglipVisionModel
 from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 from groupwise.core.errors import UserError
-from groupwise.latency.meter import Meter, Parts, find_parts
-from groupwise.workloads.controller.model.adapters import adapt
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.latency.meter import LatencyMeter, ModelParts, find_model_parts
+from groupwise.workloads.controller.model.adapters import adapter_for
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 
 
 class Bench:
@@ -20,7 +20,9 @@ class Bench:
     def __init__(self):
         self.now_ms, self.queued_ms = 0.0, 0.0
         part = self.part
-        self.parts = Parts({"tower": part(5), "projector": part(1)}, part(2), (part(10), part(20)), part(3), part(4))
+        self.parts = ModelParts(
+            {"tower": part(5), "projector": part(1)}, part(2), (part(10), part(20)), part(3), part(4)
+        )
 
     def part(self, ms: float) -> nn.Module:
         module = nn.Module()
@@ -59,8 +61,8 @@ def bench(monkeypatch):
     return bench
 
 
-def meter_of(bench: Bench, **more) -> Meter:
-    return Meter(bench.parts, torch.device("cuda", 0), clock=bench.clock, **more)
+def meter_of(bench: Bench, **more) -> LatencyMeter:
+    return LatencyMeter(bench.parts, torch.device("cuda", 0), clock=bench.clock, **more)
 
 
 def test_every_millisecond_belongs_to_one_stage(bench):
@@ -115,7 +117,7 @@ def hooks_on(model: nn.Module) -> int:
 @pytest.mark.parametrize("detail", [False, True])
 def test_no_hook_is_left_even_after_an_error(detail):
     model = llava_olmoe()
-    meter, before = Meter(find_parts(model), detail=detail), hooks_on(model)
+    meter, before = LatencyMeter(find_model_parts(model), detail=detail), hooks_on(model)
     seen = []
 
     def fail():
@@ -132,14 +134,14 @@ def test_no_hook_is_left_even_after_an_error(detail):
 
 def test_stages_cover_the_whole_by_a_clock_of_ones_own():
     model = llava_olmoe()
-    executor, meter = Executor(adapt(model), OPTIONS), Meter(find_parts(model))
+    executor, meter = Executor(adapter_for(model), OPTIONS), LatencyMeter(find_model_parts(model))
     shares = []
     for _ in range(5):  # the best of five: anything may come between two readings of a clock
         took = []
 
         def answer(took=took):
             begun = time.perf_counter()
-            executor.answer([Request(sample(1), OPTIONS.full)], max_new_tokens=3)
+            executor.answer([AnswerRequest(sample(1), OPTIONS.full)], max_new_tokens=3)
             took.append(1000 * (time.perf_counter() - begun))
 
         timing = meter.time(answer)
@@ -150,18 +152,18 @@ def test_stages_cover_the_whole_by_a_clock_of_ones_own():
 def test_metering_costs_less_than_a_hundredth():
     """Cost of one event, by many of them on a head that does nothing, times the events of a real answer."""
     model = llava_olmoe()
-    parts, nothing = find_parts(model), nn.Identity()
-    events, idle = 2 * len(parts.vision) + 3, Parts({}, nothing, (nothing,), nothing, nothing)
+    parts, nothing = find_model_parts(model), nn.Identity()
+    events, idle = 2 * len(parts.vision) + 3, ModelParts({}, nothing, (nothing,), nothing, nothing)
 
     def cpu_seconds(act, times):
         return min(_cpu_seconds(act) for _ in range(times))
 
     calls, empty = 2000, torch.empty(0)
     plain = cpu_seconds(lambda: [nothing(empty) for _ in range(calls)], 5)
-    hooked = cpu_seconds(lambda: Meter(idle).time(lambda: [nothing(empty) for _ in range(calls)]), 5)
-    meter, executor = Meter(parts), Executor(adapt(model), OPTIONS)
+    hooked = cpu_seconds(lambda: LatencyMeter(idle).time(lambda: [nothing(empty) for _ in range(calls)]), 5)
+    meter, executor = LatencyMeter(parts), Executor(adapter_for(model), OPTIONS)
     set_up = cpu_seconds(lambda: meter.time(lambda: None), 20)
-    answer = cpu_seconds(lambda: executor.answer([Request(sample(1), OPTIONS.full)], max_new_tokens=3), 5)
+    answer = cpu_seconds(lambda: executor.answer([AnswerRequest(sample(1), OPTIONS.full)], max_new_tokens=3), 5)
     overhead = (events * (hooked - plain) / calls + set_up) / answer
     assert overhead < 0.01, f"{overhead:.2%}"
 
@@ -188,4 +190,4 @@ def _cpu_seconds(act) -> float:
 )
 def test_a_model_without_the_parts_is_refused_by_name(model, says):
     with pytest.raises(UserError, match=says):
-        find_parts(model)
+        find_model_parts(model)

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from processes import ENVIRONMENT
 
 from groupwise.core.errors import UserError
-from groupwise.core.shape import Shape
-from groupwise.core.units import parse_bytes, readable
+from groupwise.core.shape import StepShape
+from groupwise.core.units import format_bytes, parse_bytes
 from groupwise.memory.architecture import architecture
-from groupwise.memory.plan import AGGRESSIVE, RECOMMENDED, lower_first, make_plan
-from groupwise.memory.stages import MARGIN_BYTES, Job, Stages, Trained, fullest
-from groupwise.workloads.chat.memory import LanguageMemory
+from groupwise.memory.plan import AGGRESSIVE, RECOMMENDED, make_plan, reduction_steps
+from groupwise.memory.stages import MARGIN_BYTES, StageBytes, StepSpec, WeightBytes, peak_of_update
+from groupwise.workloads.chat.memory import ChatMemory
 
 GIB = 1 << 30
 MODEL = architecture(
@@ -25,7 +25,7 @@ MODEL = architecture(
 
 
 def job(rows=8, group=16, conditions=32, ranks=8, kind="whole", **more):
-    return Job(Shape(10**9, conditions, group, ranks, rows, kind), **more)
+    return StepSpec(StepShape(10**9, conditions, group, ranks, rows, kind), **more)
 
 
 @given(
@@ -36,17 +36,17 @@ def job(rows=8, group=16, conditions=32, ranks=8, kind="whole", **more):
     st.integers(8, 80),
 )
 def test_proposals_divide_and_stay_below_their_share(group, conditions, ranks, kind, gib):
-    plan = make_plan(LanguageMemory(MODEL, 256, 256), job(1, group, conditions, ranks, kind), gib * GIB)
+    plan = make_plan(ChatMemory(MODEL, 256, 256), job(1, group, conditions, ranks, kind), gib * GIB)
     for found, share in ((plan.recommended, RECOMMENDED), (plan.aggressive, AGGRESSIVE)):
         shape = found.shape
-        Shape(10**9, shape.conditions_per_step, group, ranks, shape.rows_per_pass, kind)  # or it would be refused
-        assert found.utilisation <= share or shape.rows_per_pass == 1
+        StepShape(10**9, shape.conditions_per_step, group, ranks, shape.rows_per_pass, kind)  # or it would be refused
+        assert found.utilization <= share or shape.rows_per_pass == 1
     assert plan.aggressive.shape.rows_per_pass >= plan.recommended.shape.rows_per_pass
 
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.booleans(), st.sampled_from([None, 8]))
 def test_each_lowering_saves_what_it_says(rows, checkpointing, rank):
-    model = LanguageMemory(MODEL, 256, 256, checkpointing=checkpointing, lora_rank=rank)
+    model = ChatMemory(MODEL, 256, 256, checkpointing=checkpointing, lora_rank=rank)
     plan = make_plan(model, job(rows), 64 * GIB)
     peak = plan.current.stages.peak
     for step in plan.lower:
@@ -61,17 +61,17 @@ def test_what_saves_nothing_by_itself_is_named_with_what_builds_on_it():
     """The update is the peak until it is checkpointed; then the rollout would be, but for fewer decoded rows."""
 
     def stages(rollout, update):
-        return lambda job: Stages({"all": rollout}, {"all": update})
+        return lambda job: StageBytes({"all": rollout}, {"all": update})
 
     steps = [("decode_rows 8 -> 4", stages(60, 100), False), ("decode_rows 4 -> 2", stages(30, 100), False)]
     steps += [("checkpointing on", stages(30, 40), False)]
-    (found,) = lower_first(job(rows=1), stages(90, 100), steps)
+    (found,) = reduction_steps(job(rows=1), stages(90, 100), steps)
     assert found.what == "checkpointing on; with decode_rows 2"
     assert found.saves == pytest.approx(60, abs=4)  # and the margin's share of it
 
 
 def test_loops_hardly_change_the_peak_and_rows_do():
-    model = LanguageMemory(MODEL, 256, 256)
+    model = ChatMemory(MODEL, 256, 256)
     plan = make_plan(model, job(), 64 * GIB)
     for peak in plan.doubled.values():
         assert peak == pytest.approx(plan.current.stages.peak, rel=0.01)
@@ -81,24 +81,28 @@ def test_loops_hardly_change_the_peak_and_rows_do():
 
 def test_the_parts_by_hand():
     # 10 frozen numbers of 2 bytes, 5 trained of 4, on 2 ranks that share them
-    alone, shared = (Trained(10, 5, 2, 4).parts(job(sharded=on, ranks=2, ema=True)) for on in (False, True))
-    assert alone == {"weights": 40, "gradients": 20, "optimiser": 40, "averaged weights": 20, "reference": 0}
-    assert shared == {"weights": 20, "gradients": 10, "optimiser": 20, "averaged weights": 10, "reference": 0}
-    stages = Stages({"a": 100}, {"a": 60, "b": 60})
+    alone, shared = (WeightBytes(10, 5, 2, 4).parts(job(sharded=on, ranks=2, ema=True)) for on in (False, True))
+    assert alone == {"weights": 40, "gradients": 20, "optimizer": 40, "averaged weights": 20, "reference": 0}
+    assert shared == {"weights": 20, "gradients": 10, "optimizer": 20, "averaged weights": 10, "reference": 0}
+    stages = StageBytes({"a": 100}, {"a": 60, "b": 60})
     assert (stages.peak, stages.fullest) == (120, "update")
     assert stages.with_margin().peak == 120 + 6 + MARGIN_BYTES
 
 
 def test_gradients_that_come_while_activations_go_are_not_added():
     held = {"weights": 5, "gradients": 30}
-    assert fullest(held, [{"activations": 50}], 1, one_pass=True) == {"weights": 5, "gradients": 0, "activations": 50}
-    assert fullest(held, [{"activations": 50}], 1, one_pass=False)["gradients"] == 30
-    assert fullest(held, [{"activations": 3}], 9, one_pass=False) == held | {"optimiser's results": 9}
+    assert peak_of_update(held, [{"activations": 50}], 1, one_pass=True) == {
+        "weights": 5,
+        "gradients": 0,
+        "activations": 50,
+    }
+    assert peak_of_update(held, [{"activations": 50}], 1, one_pass=False)["gradients"] == 30
+    assert peak_of_update(held, [{"activations": 3}], 9, one_pass=False) == held | {"optimizer's results": 9}
 
 
 def test_a_device_below_the_weights_is_refused():
     with pytest.raises(UserError, match=r"--device-memory is 256\.0 MiB, and the weights alone take"):
-        make_plan(LanguageMemory(MODEL, 256, 256), job(), 256 << 20)
+        make_plan(ChatMemory(MODEL, 256, 256), job(), 256 << 20)
 
 
 @pytest.mark.parametrize(
@@ -116,14 +120,14 @@ def test_sizes_that_mean_nothing_are_refused(text):
 
 @given(st.integers(1, 2**50))
 def test_what_is_written_is_read_back_roughly(size):
-    assert parse_bytes(readable(size).replace(" ", "")) == pytest.approx(size, rel=0.06)
+    assert parse_bytes(format_bytes(size).replace(" ", "")) == pytest.approx(size, rel=0.06)
 
 
 def test_the_planner_does_not_import_torch():
     words = (
         "import sys, groupwise.plan.plan, groupwise.plan.language, groupwise.plan.video, groupwise.plan.frozen;"
         "from groupwise.recipes import load_recipe;"
-        "[load_recipe(name).workload.memory() for name in ('chat', 'controller')];"
+        "[load_recipe(name).workload.memory_model() for name in ('chat', 'controller')];"
         "assert 'torch' not in sys.modules, 'torch'"
     )
     subprocess.run([sys.executable, "-c", words], env=ENVIRONMENT, check=True, timeout=60)
@@ -131,6 +135,6 @@ def test_the_planner_does_not_import_torch():
 
 def test_numbers_below_one_are_refused():
     with pytest.raises(UserError, match="prompt_tokens is 0"):
-        LanguageMemory(MODEL, 0, 1)
+        ChatMemory(MODEL, 0, 1)
     with pytest.raises(UserError, match="decode_rows is 0"):
-        replace(LanguageMemory(MODEL, 1, 1), decode_rows=0)
+        replace(ChatMemory(MODEL, 1, 1), decode_rows=0)

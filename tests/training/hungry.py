@@ -18,9 +18,9 @@ import torch
 from fakes import CONDITIONS, TinyConfig, TinyWorkload, recipe
 
 import groupwise as gw
-from groupwise.core.types import concatenate
+from groupwise.core.types import concatenate_rollouts
 from groupwise.dist.comm import connect, disconnect
-from groupwise.rewards.call import judge
+from groupwise.rewards.call import call_rewards
 
 ROW = 160 << 20
 ROOM = 1200 << 20
@@ -47,7 +47,15 @@ class EatsInBackward(torch.autograd.Function):
         return gradient
 
 
+class HungryReporter(gw.Reporter):
+    def describe_rollouts(self, rollouts: gw.Rollouts) -> list[dict]:
+        columns = zip(rollouts.data["choices"].tolist(), rollouts.data["length"].tolist(), strict=True)
+        return [{"choices": choices, "length": length} for choices, length in columns]
+
+
 class HungryWorkload(TinyWorkload):
+    reporter = HungryReporter()
+
     """Eats in one stage, from one step on."""
 
     def __init__(self, config: HungryConfig, device: torch.device):
@@ -58,7 +66,7 @@ class HungryWorkload(TinyWorkload):
         if config.stage == "evaluation":
             self.stage_rows = {"evaluation": 16}
         self.shrinkable = {"length": 8}
-        if config.stage == "optimiser":
+        if config.stage == "optimizer":
             # 128 MiB of weight, as much of gradient and of what is added to it fit into 512, and what the thread of the
             # backward pass claims (72); AdamW's two moments do not
             self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(16 << 20, dtype=torch.float64)))
@@ -67,12 +75,12 @@ class HungryWorkload(TinyWorkload):
     def hungry(self, stage: str) -> bool:
         return self.config.stage == stage and self.step >= self.config.from_step
 
-    def rollout(self, rows: gw.Rows) -> gw.Rollouts:
+    def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         self.step = rows.step
         rows = replace(rows, rows_per_pass=self.stage_rows.get("rollout", rows.rows_per_pass))
-        return concatenate([self._rollout(part) for part in rows.passes()])
+        return concatenate_rollouts([self._rollout(part) for part in rows.passes()])
 
-    def _rollout(self, rows: gw.Rows) -> gw.Rollouts:
+    def _rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         if self.hungry("rollout"):
             eat(len(rows))
         if self.hungry("hopeless"):
@@ -80,15 +88,15 @@ class HungryWorkload(TinyWorkload):
         found, length = super().rollout(rows), torch.full((len(rows),), self.shrinkable["length"])
         return replace(found, data={**found.data, "length": length})
 
-    def rewards(self, rollouts: gw.Rollouts) -> gw.Terms:
+    def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
         if self.hungry("rewards"):
             eat(len(rollouts))
         if self.hungry("reward function"):
-            judged = judge({"share": hungry_reward}, range(len(rollouts)), range(len(rollouts)))
+            judged = call_rewards({"share": hungry_reward}, range(len(rollouts)), range(len(rollouts)))
             assert not judged.failures, judged.failures
         return super().rewards(rollouts)
 
-    def score(self, rollouts: gw.Rollouts) -> gw.Scored:
+    def score(self, rollouts: gw.Rollouts) -> gw.Scores:
         scored = super().score(rollouts)
         if self.hungry("forward"):
             eat(len(rollouts))
@@ -96,7 +104,7 @@ class HungryWorkload(TinyWorkload):
             eat(self.shrinkable["length"])
         if self.hungry("backward"):
             scored = replace(scored, logp=EatsInBackward.apply(scored.logp))
-        if self.config.stage == "optimiser":
+        if self.config.stage == "optimizer":
             scored = replace(scored, logp=scored.logp + self.policy.ballast[:1])
         return scored
 
@@ -107,10 +115,6 @@ class HungryWorkload(TinyWorkload):
             for part in torch.arange(CONDITIONS).split(self.stage_rows["evaluation"]):
                 eat(len(part))
         return super().evaluate()
-
-    def describe(self, rollouts: gw.Rollouts) -> list[dict]:
-        columns = zip(rollouts.data["choices"].tolist(), rollouts.data["length"].tolist(), strict=True)
-        return [{"choices": choices, "length": length} for choices, length in columns]
 
 
 @dataclass(frozen=True)
@@ -126,9 +130,9 @@ class HungryConfig(TinyConfig):
 def config_for(stage: str, folder: Path, **changes) -> gw.Config:
     base = recipe()
     run = replace(base.run, run_dir=folder, samples_per_step=32, **changes.pop("run", {}))
-    optimiser = replace(changes.pop("optimiser", base.optimiser), ema_decay=None)
+    optimizer = replace(changes.pop("optimizer", base.optimizer), ema_decay=None)
     workload = HungryConfig(stage=stage, **changes.pop("workload", {}))
-    return replace(base, workload=workload, run=run, rows_per_pass=8, optimiser=optimiser, **changes)
+    return replace(base, workload=workload, run=run, rows_per_pass=8, optimizer=optimizer, **changes)
 
 
 def limit(room: int) -> None:
@@ -144,7 +148,7 @@ def runs(folder: Path) -> dict[str, gw.Config]:
         stage: config_for(stage, folder / stage)
         for stage in ("rollout", "rewards", "reward function", "forward", "backward")
     }
-    found["optimiser"] = config_for("optimiser", folder / "optimiser", run=quiet, conditions_per_step=2)
+    found["optimizer"] = config_for("optimizer", folder / "optimizer", run=quiet, conditions_per_step=2)
     found["small from the start"] = replace(config_for("", folder / "small from the start"), rows_per_pass=4)
     found["late"] = config_for("backward", folder / "late", workload=late, run=quiet, steps=4)
     found["resumed"] = config_for("backward", folder / "late", workload=late, run=quiet | {"resume": True}, steps=6)
@@ -154,10 +158,10 @@ def runs(folder: Path) -> dict[str, gw.Config]:
     last = {"from_step": 5}
     found["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
     found["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
-    once = replace(recipe().optimiser, updates_per_rollout=1)
+    once = replace(recipe().optimizer, updates_per_rollout=1)
     allowed = quiet | {"may_shrink": ("length",)}
-    found["shrunk"] = config_for("length", folder / "shrunk", workload=late, run=allowed, optimiser=once, steps=4)
-    longer = {"run": allowed | {"resume": True}, "optimiser": once, "steps": 6}
+    found["shrunk"] = config_for("length", folder / "shrunk", workload=late, run=allowed, optimizer=once, steps=4)
+    longer = {"run": allowed | {"resume": True}, "optimizer": once, "steps": 6}
     found["shrunk, resumed"] = config_for("length", folder / "shrunk", workload=late, **longer)
     found["grown"] = config_for("forward", folder / "grown", run=quiet | {"grow_after": 2}, steps=8)
     return found

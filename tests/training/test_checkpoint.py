@@ -9,9 +9,9 @@ from torch import nn
 
 from groupwise.core.errors import UserError
 from groupwise.training import checkpoint
-from groupwise.training.checkpoint import newest_good, restore, write_checkpoint
-from groupwise.training.config import OptimiserConfig
-from groupwise.training.state import new_state
+from groupwise.training.checkpoint import newest_valid_checkpoint, restore, write_checkpoint
+from groupwise.training.config import OptimizerConfig
+from groupwise.training.state import create_state
 from groupwise.workloads import checkpoint_files as checkpoints
 
 
@@ -21,7 +21,7 @@ class PowerCut(BaseException):
 
 def state_at(step):
     torch.manual_seed(step)
-    state = new_state(nn.Linear(2, 2), OptimiserConfig(ema_decay=0.5))
+    state = create_state(nn.Linear(2, 2), OptimizerConfig(ema_decay=0.5))
     state.step = step
     return state
 
@@ -64,7 +64,7 @@ def test_a_crash_at_any_line_leaves_a_good_checkpoint(tmp_path, step):
         write(folder, 5, keep=1)
         write(folder, 6, keep=1)
         crashed = crash_at_line(nth, lambda folder=folder: write(folder, step, keep=1))
-        found = newest_good(folder, pytest.fail)
+        found = newest_valid_checkpoint(folder, pytest.fail)
         assert found is not None
         assert found.name in ("step-000006", f"step-{step:06d}")
         restored = state_at(1)
@@ -89,31 +89,31 @@ def test_a_damaged_description_is_damage(tmp_path, damage):
     meta = write(tmp_path, 6) / "checkpoint.json"
     meta.write_text(meta.read_text().replace('"step": 6', damage) if "step" in damage else damage)
     warned = []
-    assert newest_good(tmp_path, warned.append).name == "step-000005"
+    assert newest_valid_checkpoint(tmp_path, warned.append).name == "step-000005"
     assert "step-000006 is damaged" in warned[0]
 
 
 def test_when_all_are_damaged_nothing_is_started_over(tmp_path):
-    (write(tmp_path, 5) / "optimiser.pt").unlink()
+    (write(tmp_path, 5) / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"Every checkpoint .* is damaged"):
-        newest_good(tmp_path, lambda text: None)
-    assert newest_good(tmp_path / "nowhere", lambda text: None) is None
+        newest_valid_checkpoint(tmp_path, lambda text: None)
+    assert newest_valid_checkpoint(tmp_path / "nowhere", lambda text: None) is None
 
 
 def test_a_checkpoint_names_what_made_it(tmp_path):
     meta = json.loads((write(tmp_path, 5) / "checkpoint.json").read_text())
-    assert set(meta["sha256"]) == {"policy.safetensors", "optimiser.pt", "ema.safetensors", "checkpoint.json"}
+    assert set(meta["sha256"]) == {"policy.safetensors", "optimizer.pt", "ema.safetensors", "checkpoint.json"}
 
 
 def test_whether_a_step_is_fused_is_up_to_the_device_that_resumes(tmp_path):
     written, resumed = state_at(3), state_at(4)
-    for group in written.optimiser.param_groups:
+    for group in written.optimizer.param_groups:
         group["fused"] = None  # as where torch has no fused AdamW
     written.policy(torch.ones(1, 2)).sum().backward()
-    written.optimiser.step()
+    written.optimizer.step()
     restore(write_checkpoint(tmp_path, written, config={}, ranks=1, keep=1), resumed)
     assert resumed.fused
-    assert [group["fused"] for group in resumed.optimiser.param_groups] == [True]
+    assert [group["fused"] for group in resumed.optimizer.param_groups] == [True]
     for before, after in zip(written.trainable, resumed.trainable, strict=True):
-        for name, value in written.optimiser.state[before].items():
-            assert torch.equal(resumed.optimiser.state[after][name], value)
+        for name, value in written.optimizer.state[before].items():
+            assert torch.equal(resumed.optimizer.state[after][name], value)

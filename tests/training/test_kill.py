@@ -6,16 +6,16 @@ import time
 import pytest
 from processes import groupwise, kill, start, wait_for_steps
 
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 
-FILES = ("policy.safetensors", "optimiser.pt", "ema.safetensors")
+FILES = ("policy.safetensors", "optimizer.pt", "ema.safetensors")
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 
 
 def result_of(folder):
     steps = [
         {name: value for name, value in entry.items() if name not in CLOCK}
-        for entry in read_lines(folder / "metrics.jsonl")
+        for entry in read_jsonl(folder / "metrics.jsonl")
     ]
     newest = folder / "checkpoints" / "step-000014"
     return steps, [(newest / name).read_bytes() for name in FILES]
@@ -52,7 +52,7 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves_cleanly(tmp_path, unbroken):
     assert "checkpoint written" in said
     assert "Traceback" not in said
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
-    assert checkpoint.name == f"step-{len(read_lines(tmp_path / 'metrics.jsonl')):06d}"
+    assert checkpoint.name == f"step-{len(read_jsonl(tmp_path / 'metrics.jsonl')):06d}"
     ended = groupwise(*words, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert result_of(tmp_path) == unbroken

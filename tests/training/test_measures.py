@@ -1,4 +1,4 @@
-"""A workload's own figures: means over the rows of all ranks that have the number; alarms are told once."""
+"""A workload's own metrics: means over the rows of all ranks that have the number; alarms are told once."""
 
 from dataclasses import replace
 
@@ -8,13 +8,13 @@ from fakes import TinyConfig, TinyWorkload, recipe
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 
 
-class Measured(TinyWorkload):
+class MeasuredReporter(gw.Reporter):
     wrong = False
 
-    def measures(self, rollouts, advantages):
+    def step_metrics(self, rollouts, advantages):
         if self.wrong:
             return {"odd": torch.zeros(3)}
         number = torch.arange(len(rollouts), dtype=torch.float32)
@@ -25,14 +25,22 @@ class Measured(TinyWorkload):
             "pushed_up": (advantages > 0).double(),
         }
 
-    def alarm(self, figures):
-        return f"number is {figures['number']:g}" if 1 <= self.asked() <= 3 else None
+    def step_warning(self, metrics):
+        return f"number is {metrics['number']:g}" if 1 <= self.asked() <= 3 else None
 
     calls = 0
 
     def asked(self):
         type(self).calls += 1
         return type(self).calls - 1
+
+
+class Measured(TinyWorkload):
+    reporter = MeasuredReporter()
+
+
+class Wrong(TinyWorkload):
+    reporter = type("WrongReporter", (MeasuredReporter,), {"wrong": True})()
 
 
 def config_of(folder, kind):
@@ -45,7 +53,7 @@ def config_of(folder, kind):
 
 def test_they_are_averaged_over_the_rows_that_have_them_and_alarms_are_told_when_they_begin(tmp_path, capsys):
     gw.train(config_of(tmp_path, Measured))
-    metrics = read_lines(tmp_path / "metrics.jsonl")
+    metrics = read_jsonl(tmp_path / "metrics.jsonl")
     # 32 rows: 0 to 31, and 0, 2, ... 30
     assert metrics[0]["number"] == 15.5
     assert metrics[0]["even_number"] == 15
@@ -57,8 +65,8 @@ def test_they_are_averaged_over_the_rows_that_have_them_and_alarms_are_told_when
 
 
 def test_a_measure_of_another_shape_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"measures\(\) returned 'odd' of shape \(3,\) for 32 rows"):
-        gw.train(config_of(tmp_path, type("Wrong", (Measured,), {"wrong": True})))
+    with pytest.raises(UserError, match=r"step_metrics\(\) returned 'odd' of shape \(3,\) for 32 rows"):
+        gw.train(config_of(tmp_path, Wrong))
 
 
 def test_samples_are_shown_as_a_table_when_asked_for(tmp_path, capsys):

@@ -7,9 +7,9 @@ from fakes import TinyConfig, TinyWorkload, recipe
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect
-from groupwise.training.loop import rollout
+from groupwise.training.loop import generate_rollouts
 from groupwise.training.run import set_up
-from groupwise.training.update import Batch, Totals
+from groupwise.training.update import StepTotals, TrainingBatch
 
 
 class OwnCuts(TinyWorkload):
@@ -42,8 +42,8 @@ class OwnConfig(TinyConfig):
 
 def batch_of(config):
     setup = set_up(config)
-    rollouts = rollout(setup.workload, place(setup.shape, seed=0, step=0), connect())
-    return setup.workload, Batch(rollouts, torch.arange(len(rollouts)), Totals(1, 1))
+    rollouts = generate_rollouts(setup.workload, place(setup.shape, seed=0, step=0), connect())
+    return setup.workload, TrainingBatch(rollouts, torch.arange(len(rollouts)), StepTotals(1, 1))
 
 
 def test_a_workload_may_cut_its_own_passes():
@@ -61,11 +61,11 @@ def test_rows_that_no_pass_holds_are_refused():
 
 
 def test_the_order_of_cuts_does_not_change_the_run():
-    figures = []
+    metrics = []
     for workload in (TinyConfig(), OwnConfig()):
         setup = set_up(replace(recipe(), workload=workload))
-        figures.append((setup, [step.figures for step in _steps(setup)]))
-    (_, plain), (setup, own) = figures
+        metrics.append((setup, [step.metrics for step in _steps(setup)]))
+    (_, plain), (setup, own) = metrics
     assert setup.workload.seen > 5
     assert own[-1]["loss"] == pytest.approx(plain[-1]["loss"], abs=1e-9)
     assert own[-1]["grad_norm"] == pytest.approx(plain[-1]["grad_norm"], rel=1e-6)

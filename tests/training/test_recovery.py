@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError, is_out_of_memory
-from groupwise.core.shape import Shape, largest_fitting_rows
+from groupwise.core.shape import StepShape, largest_fitting_rows
 from groupwise.training.checkpoint import read_meta
-from groupwise.training.rollout import pieces_of_whole_groups
+from groupwise.training.rollout import split_by_group
 from groupwise.training.run import train
-from groupwise.training.run_folder import read_lines
-from groupwise.workloads.checkpoint_files import damage
+from groupwise.training.run_folder import read_jsonl
+from groupwise.workloads.checkpoint_files import checkpoint_errors
 
 HUNGRY = Path(__file__).parent / "hungry.py"
 STAGES = ("rollout", "rewards", "reward function", "forward", "backward")
@@ -31,7 +31,7 @@ STAGES = ("rollout", "rewards", "reward function", "forward", "backward")
 def alone(tmp_path_factory):
     """One process, limited, and everything that can be asked of it."""
     folder = tmp_path_factory.mktemp("alone")
-    names = [*STAGES, "small from the start", "late", "resumed", "own rows", "hopeless", "grown", "optimiser"]
+    names = [*STAGES, "small from the start", "late", "resumed", "own rows", "hopeless", "grown", "optimizer"]
     names += ["evaluation", "last evaluation", "evaluation at once", "shrunk", "shrunk, resumed"]
     words = [sys.executable, str(HUNGRY), str(folder), *names]
     ended = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
@@ -48,13 +48,13 @@ def choices(folder):
 
 
 def samples(folder):
-    return read_lines(folder / "samples.jsonl")
+    return read_jsonl(folder / "samples.jsonl")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_result_is_that_of_the_smaller_setting(alone, stage):
     folder, said = alone
-    metrics = read_lines(folder / stage / "metrics.jsonl")
+    metrics = read_jsonl(folder / stage / "metrics.jsonl")
     assert len(metrics) == 6
     assert f"Out of memory in {'update' if stage in ('forward', 'backward') else stage[:6].rstrip('s')}" in said
     assert choices(folder / stage) == choices(folder / "small from the start")
@@ -67,7 +67,7 @@ def test_a_failure_in_preflight_is_remembered_and_bit_identical(alone):
     """From the first step on the cut was the smaller one, so not even the rounding differs."""
     folder, _ = alone
     for stage in ("rollout", "forward", "backward"):
-        metrics = read_lines(folder / stage / "metrics.jsonl")
+        metrics = read_jsonl(folder / stage / "metrics.jsonl")
         assert {entry["rows_per_pass"] for entry in metrics} == {4}
         expected = weights(folder / "small from the start")
         assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder / stage).items())
@@ -76,13 +76,13 @@ def test_a_failure_in_preflight_is_remembered_and_bit_identical(alone):
 def test_rewards_are_asked_in_whole_groups(alone):
     folder, said = alone
     assert "reward_rows 32 -> 16" in said
-    metrics = read_lines(folder / "rewards" / "metrics.jsonl")
+    metrics = read_jsonl(folder / "rewards" / "metrics.jsonl")
     assert {(entry["rows_per_pass"], entry["reward_rows"]) for entry in metrics} == {(8, 4)}
 
 
 def test_the_cut_outlives_a_resume(alone):
     folder, said = alone
-    metrics = read_lines(folder / "late" / "metrics.jsonl")
+    metrics = read_jsonl(folder / "late" / "metrics.jsonl")
     assert [entry["rows_per_pass"] for entry in metrics] == [8, 8, 4, 4, 4, 4]
     assert [entry["out_of_memory"] for entry in metrics] == [0, 0, 1, 0, 0, 0]
     assert "Memory ran out earlier in this run: going on with rows_per_pass 4" in said
@@ -90,7 +90,7 @@ def test_the_cut_outlives_a_resume(alone):
 
 def test_a_workloads_own_knob_is_lowered_where_it_has_one(alone):
     folder, said = alone
-    metrics = read_lines(folder / "own rows" / "metrics.jsonl")
+    metrics = read_jsonl(folder / "own rows" / "metrics.jsonl")
     assert {(entry["rows_per_pass"], entry["rollout_rows"]) for entry in metrics} == {(8, 4)}
     assert "rollout_rows 16 -> 8" in said
     assert choices(folder / "own rows") == choices(folder / "small from the start")
@@ -108,20 +108,20 @@ def test_a_cut_lowered_after_its_checkpoint_was_written_is_in_it_all_the_same(al
     folder, _ = alone
     path = folder / "hopeless" / "checkpoints" / "step-000002"
     assert read_meta(path)["cut"]["rows_per_pass"] == 1
-    assert not list(damage(path))
+    assert not list(checkpoint_errors(path))
     path = folder / "last evaluation" / "checkpoints" / "step-000006"
     assert read_meta(path)["cut"]["stage_rows"] == {"evaluation": 4}
-    assert not list(damage(path))
+    assert not list(checkpoint_errors(path))
 
 
 def test_an_evaluation_is_repeated_with_fewer_rows_and_training_keeps_its_own(alone):
     folder, said = alone
     assert "evaluation_rows 16 -> 8; the evaluation is repeated, its result is the same." in said
-    metrics = read_lines(folder / "evaluation" / "metrics.jsonl")
+    metrics = read_jsonl(folder / "evaluation" / "metrics.jsonl")
     assert [entry["out_of_memory"] for entry in metrics] == [2, 0, 0, 0, 0, 0]
     assert {(entry["rows_per_pass"], entry["evaluation_rows"]) for entry in metrics} == {(8, 4)}
     found, expected = (json.loads((folder / name / "eval.json").read_text()) for name in ("evaluation", "rollout"))
-    assert found == {moment: pytest.approx(figures) for moment, figures in expected.items()}
+    assert found == {moment: pytest.approx(metrics) for moment, metrics in expected.items()}
 
 
 def test_an_evaluation_that_knows_no_smaller_pieces_stops_and_keeps_what_was_trained(alone):
@@ -133,7 +133,7 @@ def test_an_evaluation_that_knows_no_smaller_pieces_stops_and_keeps_what_was_tra
 def test_what_the_user_allowed_shrinks_at_one_row_and_the_step_begins_again(alone):
     folder, said = alone
     assert "length 8 -> 4 for the rest of the run, as --may-shrink allows. THIS CHANGES WHAT IS LEARNED." in said
-    metrics = read_lines(folder / "shrunk" / "metrics.jsonl")
+    metrics = read_jsonl(folder / "shrunk" / "metrics.jsonl")
     assert [entry["out_of_memory"] for entry in metrics] == [0, 0, 4, 0, 0, 0]  # 8, 4, 2 and 1 rows
     assert [entry.get("length") for entry in metrics] == [None, None, 4, 4, 4, 4]
     lengths = {(entry["step"], entry["length"]) for entry in samples(folder / "shrunk")}
@@ -147,26 +147,26 @@ def test_what_cannot_shrink_is_refused(tmp_path):
 
     with pytest.raises(UserError, match="updates_per_rollout 2: a step begins again"):
         may_shrink("length")
-    once = replace(recipe().optimiser, updates_per_rollout=1)
+    once = replace(recipe().optimizer, updates_per_rollout=1)
     with pytest.raises(UserError, match="can shrink nothing when memory runs out at one row"):
-        train(may_shrink("group_size", optimiser=once))
+        train(may_shrink("group_size", optimizer=once))
     assert not list(tmp_path.iterdir())
 
 
 def test_it_grows_again_after_quiet_steps_and_waits_longer_after_each_shortage(alone):
     folder, _ = alone
-    rows = [entry["rows_per_pass"] for entry in read_lines(folder / "grown" / "metrics.jsonl")]
+    rows = [entry["rows_per_pass"] for entry in read_jsonl(folder / "grown" / "metrics.jsonl")]
     # two quiet steps, then a try at 8 that fails at once; after the second shortage four quiet steps are needed
     assert rows == [4, 4, 4, 4, 4, 4, 4, 4]
-    shortages = [entry["out_of_memory"] for entry in read_lines(folder / "grown" / "metrics.jsonl")]
+    shortages = [entry["out_of_memory"] for entry in read_jsonl(folder / "grown" / "metrics.jsonl")]
     assert shortages == [1, 0, 0, 1, 0, 0, 0, 0]
 
 
-def test_an_optimiser_without_room_changes_no_weight(alone):
+def test_an_optimizer_without_room_changes_no_weight(alone):
     folder, said = alone
-    assert "optimiser (rank 0): Out of memory in update with rows_per_pass 1" in said
-    assert "Making room for the optimiser" in said
-    assert not list((folder / "optimiser").glob("checkpoints/step-*"))
+    assert "optimizer (rank 0): Out of memory in update with rows_per_pass 1" in said
+    assert "Making room for the optimizer" in said
+    assert not list((folder / "optimizer").glob("checkpoints/step-*"))
 
 
 def test_one_rank_of_two_fails_and_nobody_waits(alone, tmp_path):
@@ -177,30 +177,30 @@ def test_one_rank_of_two_fails_and_nobody_waits(alone, tmp_path):
         expected = weights(alone[0] / "small from the start")
         for name, weight in weights(tmp_path / stage).items():
             assert_close(weight, expected[name], rtol=0, atol=1e-12)
-    assert [e["rows_per_pass"] for e in read_lines(tmp_path / "late" / "metrics.jsonl")] == [8, 8, 4, 4]
+    assert [e["rows_per_pass"] for e in read_jsonl(tmp_path / "late" / "metrics.jsonl")] == [8, 8, 4, 4]
     assert read_meta(tmp_path / "late" / "checkpoints" / "step-000004")["cut"]["rows_per_pass"] == 4
     for rank in (0, 1):
         assert f"hopeless (rank {rank}): Out of memory in rollout with rows_per_pass 1" in ended.stderr
     assert "(rank 1 of 2)" in ended.stderr
-    assert {e["evaluation_rows"] for e in read_lines(tmp_path / "evaluation" / "metrics.jsonl")} == {4}
-    assert [e.get("length") for e in read_lines(tmp_path / "shrunk" / "metrics.jsonl")] == [None, None, 4, 4]
+    assert {e["evaluation_rows"] for e in read_jsonl(tmp_path / "evaluation" / "metrics.jsonl")} == {4}
+    assert [e.get("length") for e in read_jsonl(tmp_path / "shrunk" / "metrics.jsonl")] == [None, None, 4, 4]
 
 
 @given(st.integers(2, 12), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["whole", "spread", "shuffled"]))
 def test_every_halving_fits_and_ends_at_one(group_size, groups, ranks, kind):
-    shape = Shape(100, groups * ranks, group_size, ranks, group_size, kind)
+    shape = StepShape(100, groups * ranks, group_size, ranks, group_size, kind)
     rows = shape.rows_per_pass
     while rows > 1:
         fewer = largest_fitting_rows(shape, rows // 2)
         assert 1 <= fewer <= rows // 2
-        Shape(100, groups * ranks, group_size, ranks, fewer, kind)
+        StepShape(100, groups * ranks, group_size, ranks, fewer, kind)
         rows = fewer
     assert largest_fitting_rows(shape, 0) is None
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=24), st.integers(1, 30))
 def test_pieces_tear_no_group_and_lose_no_row(ids, rows):
-    pieces = list(pieces_of_whole_groups(torch.tensor(ids), rows))
+    pieces = list(split_by_group(torch.tensor(ids), rows))
     assert sorted(torch.cat(pieces).tolist()) == list(range(len(ids)))
     homes = [{ids[row] for row in piece.tolist()} for piece in pieces]
     assert sum(len(home) for home in homes) == len(set(ids))

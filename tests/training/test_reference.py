@@ -67,14 +67,14 @@ def test_the_third_update_has_the_gradient_of_the_definitions(loss):
         loss=loss,
         workload=TinyConfig(missing_member=2, flat_below=8),
         reward=RewardConfig(max_missing_share=0.5),
-        advantage=AdvantageConfig(kind="centred"),
+        advantage=AdvantageConfig(kind="centered"),
     )
     gradients = {}
     for updates in (2, 3):
         steady = replace(
-            config.optimiser, updates_per_rollout=updates, max_grad_norm=None, schedule="constant", learning_rate=0.1
+            config.optimizer, updates_per_rollout=updates, max_grad_norm=None, schedule="constant", learning_rate=0.1
         )
-        limited = replace(config, optimiser=steady)
+        limited = replace(config, optimizer=steady)
         setup, rollouts, comparison = one_step(limited)
         rollouts.mask[5] = False  # a rollout that decides nothing
         update(setup.workload, rollouts, comparison, state=setup.state, config=limited, comm=setup.comm)

@@ -13,32 +13,32 @@ import groupwise as gw
 from groupwise.core.advantage import group_advantages
 from groupwise.core.errors import UserError
 from groupwise.core.placement import Placement, place
-from groupwise.core.shape import Shape
+from groupwise.core.shape import StepShape
 from groupwise.training.loop import training_steps
-from groupwise.training.rollout import keep_first
+from groupwise.training.rollout import keep_first_groups
 from groupwise.training.run import set_up
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 
 
 @given(st.integers(0, 50), st.integers(0, 9), st.sampled_from(["whole", "spread", "shuffled"]))
 @settings(max_examples=30)
 def test_the_rounds_of_a_step_draw_no_condition_twice_and_share_no_group(step, seed, kind):
-    shape = Shape(25, 4, 2, ranks=2, rows_per_pass=2, kind=kind)
-    rounds = [place(shape, seed=seed, step=step, nth=nth, rounds=3) for nth in range(3)]
+    shape = StepShape(25, 4, 2, ranks=2, rows_per_pass=2, kind=kind)
+    rounds = [place(shape, seed=seed, step=step, round_index=nth, rounds=3) for nth in range(3)]
     conditions = torch.cat([each.condition.unique() for each in rounds])
     groups = torch.cat([each.group.unique() for each in rounds])
     assert len(conditions.unique()) == len(groups.unique()) == 12
-    following = place(shape, seed=seed, step=step + 1, nth=0, rounds=3)
+    following = place(shape, seed=seed, step=step + 1, round_index=0, rounds=3)
     assert following.group.min() == groups.max() + 1
 
 
 def test_the_first_groups_with_spread_are_kept_and_the_others_counted():
-    shape = Shape(9, 2, 2)
+    shape = StepShape(9, 2, 2)
     group = torch.arange(4).repeat_interleave(2)
     placed = Placement(shape, 0, 0, group, torch.tensor([0, 1] * 4), group)
     rewards = torch.tensor([1.0, 1, 0, 1, 1, 0, 0, 1])
-    advantages, dropped = keep_first(
-        group_advantages(rewards, placed.group, gw.AdvantageConfig(kind="centred")), placed
+    advantages, dropped = keep_first_groups(
+        group_advantages(rewards, placed.group, gw.AdvantageConfig(kind="centered")), placed
     )
     assert advantages.values.tolist() == [0, 0, -0.5, 0.5, 0.5, -0.5, 0, 0]
     assert advantages.trained.tolist() == [False, False, True, True, True, True, False, False]
@@ -55,7 +55,7 @@ class SpreadAtTimes(TinyWorkload):
     def rewards(self, rollouts):
         terms = super().rewards(rollouts)
         flat = rollouts.data["condition"] % 3 != 0
-        return gw.Terms({name: values.masked_fill(flat, 0.0) for name, values in terms.values.items()})
+        return gw.RewardTerms({name: values.masked_fill(flat, 0.0) for name, values in terms.per_rollout.items()})
 
 
 class Config(TinyConfig):
@@ -77,14 +77,14 @@ def small(**changes):
 def test_refilled_steps_train_more_groups_and_say_what_was_dropped():
     plain, _ = steps_of(small())
     filled, _ = steps_of(small(refill=2))
-    trained = [[step.figures["trained_rollouts"] for step in steps] for steps in (plain, filled)]
+    trained = [[step.metrics["trained_rollouts"] for step in steps] for steps in (plain, filled)]
     assert sum(trained[1]) > sum(trained[0])
     assert max(trained[1]) <= 4 * recipe().group_size
     for step in filled:
-        tried, without = step.figures["groups_tried"], step.figures["groups_dropped_without_spread"]
+        tried, without = step.metrics["groups_tried"], step.metrics["groups_dropped_without_spread"]
         assert tried in (4, 8, 12)
-        assert step.figures["zero_spread_share"] == pytest.approx(without / tried)
-    assert "groups_tried" not in plain[0].figures
+        assert step.metrics["zero_spread_share"] == pytest.approx(without / tried)
+    assert "groups_tried" not in plain[0].metrics
 
 
 class MutedAtTimes(SpreadAtTimes):
@@ -107,12 +107,12 @@ class MutedConfig(TinyConfig):
 def test_a_group_that_is_masked_whole_takes_no_place_and_is_replaced():
     filled, _ = steps_of(replace(small(refill=3), workload=MutedConfig()))
     for step in filled:
-        figures = step.figures
-        left = figures["groups_tried"] - figures["groups_dropped_without_spread"]
-        kept = left - figures["groups_dropped_beyond_need"]
-        assert figures["trained_rollouts"] == kept * recipe().group_size
-        assert kept == 4 or figures["groups_tried"] == 16, "further rounds until four groups can be trained"
-    assert any(step.figures["groups_tried"] > 4 for step in filled)
+        metrics = step.metrics
+        left = metrics["groups_tried"] - metrics["groups_dropped_without_spread"]
+        kept = left - metrics["groups_dropped_beyond_need"]
+        assert metrics["trained_rollouts"] == kept * recipe().group_size
+        assert kept == 4 or metrics["groups_tried"] == 16, "further rounds until four groups can be trained"
+    assert any(step.metrics["groups_tried"] > 4 for step in filled)
 
 
 def test_what_is_refilled_does_not_depend_on_placement_or_cut():
@@ -120,17 +120,17 @@ def test_what_is_refilled_does_not_depend_on_placement_or_cut():
     other, others = steps_of(small(refill=2, placement="shuffled", rows_per_pass=1))
     assert_close(weights, others, rtol=0, atol=1e-9)
     for one, two in zip(whole, other, strict=True):
-        assert one.figures["groups_tried"] == two.figures["groups_tried"]
-        assert one.figures["reward"] == pytest.approx(two.figures["reward"])
+        assert one.metrics["groups_tried"] == two.metrics["groups_tried"]
+        assert one.metrics["reward"] == pytest.approx(two.metrics["reward"])
 
 
 def test_a_resumed_run_refills_alike(tmp_path):
     for name, lasts in (("straight", (4,)), ("stopped", (2, 4))):
         for last in lasts:
             run = replace(recipe().run, run_dir=tmp_path / name, resume=True)
-            steady = replace(recipe().optimiser, schedule="constant")
-            gw.train(replace(small(refill=1, run=run, optimiser=steady), steps=last))
-    rewards = [[e["reward"] for e in read_lines(tmp_path / name / "metrics.jsonl")] for name in ("straight", "stopped")]
+            steady = replace(recipe().optimizer, schedule="constant")
+            gw.train(replace(small(refill=1, run=run, optimizer=steady), steps=last))
+    rewards = [[e["reward"] for e in read_jsonl(tmp_path / name / "metrics.jsonl")] for name in ("straight", "stopped")]
     assert rewards[0] == rewards[1]
 
 

@@ -12,10 +12,10 @@ from fakes import TinyConfig, recipe
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.training.checkpoint import read_meta, restore
-from groupwise.training.config import differing_fields, memory_knobs, to_dict, with_values
+from groupwise.training.config import differing_fields, from_dict, memory_settings, to_dict
 from groupwise.training.evaluate import evaluate
 from groupwise.training.run import set_up
-from groupwise.training.run_folder import RunFolder, read_lines
+from groupwise.training.run_folder import RunFolder, read_jsonl
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 
@@ -29,14 +29,14 @@ def steps_of(folder):
     """metrics.jsonl without what depends on the clock."""
     return [
         {name: value for name, value in entry.items() if name not in TIMES}
-        for entry in read_lines(folder / "metrics.jsonl")
+        for entry in read_jsonl(folder / "metrics.jsonl")
     ]
 
 
 def files_of(folder, step):
     checkpoint = folder / "checkpoints" / f"step-{step:06d}"
     return {
-        name: (checkpoint / name).read_bytes() for name in ("policy.safetensors", "optimiser.pt", "ema.safetensors")
+        name: (checkpoint / name).read_bytes() for name in ("policy.safetensors", "optimizer.pt", "ema.safetensors")
     }
 
 
@@ -44,10 +44,10 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path):
     summary = gw.train(config_in(tmp_path / "a", steps=80))
     assert summary.last_reward > summary.first_reward + 0.1
     assert summary.eval_after["right"] > summary.eval_before["right"] + 0.1
-    metrics = read_lines(tmp_path / "a" / "metrics.jsonl")
+    metrics = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert [entry["step"] for entry in metrics] == list(range(80))
     assert {"reward", "reward/share", "zero_spread_share", "kl", "entropy", "grad_norm"} <= set(metrics[0])
-    samples = read_lines(tmp_path / "a" / "samples.jsonl")
+    samples = read_jsonl(tmp_path / "a" / "samples.jsonl")
     assert [(s["step"], s["member"]) for s in samples[:5]] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
     assert samples[0]["rewards"] == {"share": samples[0]["reward"]}
     names = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir())
@@ -74,7 +74,7 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path, damage, capsys):
     gw.train(config_in(tmp_path / "a"))
     whole = files_of(tmp_path / "a", 6)
     newest = tmp_path / "a" / "checkpoints" / "step-000006"
-    target = newest / ("checkpoint.json" if damage == "meta" else "optimiser.pt")
+    target = newest / ("checkpoint.json" if damage == "meta" else "optimizer.pt")
     raw = bytearray(target.read_bytes())
     raw[len(raw) // 2] ^= 1
     if damage == "missing":
@@ -131,8 +131,8 @@ def test_a_failing_reward_stops_the_run_and_loses_nothing(tmp_path):
                 terms = judge(rollouts)
                 if len(calls) <= 4:  # preflight looks at them once
                     return terms
-                return gw.Terms(
-                    {"share": terms.values["share"] * float("nan")}, {"share": "raised OSError: judge down"}
+                return gw.RewardTerms(
+                    {"share": terms.per_rollout["share"] * float("nan")}, {"share": "raised OSError: judge down"}
                 )
 
             workload.rewards = rewards
@@ -155,11 +155,11 @@ def test_missing_rewards_are_counted_not_zero(tmp_path):
         assert entry["missing_rewards"] == 8
         assert entry["reward/share/missing_share"] == 0.25
         assert entry["trained_rollouts"] <= 24
-    missing = [s for s in read_lines(tmp_path / "a" / "samples.jsonl") if s["member"] == 1]
+    missing = [s for s in read_jsonl(tmp_path / "a" / "samples.jsonl") if s["member"] == 1]
     assert all(s["reward"] is None and s["advantage"] == 0 for s in missing)
 
 
-def test_tensorboard_receives_the_figures(tmp_path):
+def test_tensorboard_receives_the_metrics(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     gw.train(config_in(tmp_path / "a", run={"trackers": ("tensorboard",)}))
@@ -190,13 +190,13 @@ def test_evaluation_uses_the_average_and_comes_when_asked(tmp_path):
 
 def test_the_advantage_that_was_asked_for_is_the_one_that_trains(tmp_path):
     samples = {}
-    for kind in ("centred", "leave_one_out"):
+    for kind in ("centered", "leave_one_out"):
         gw.train(
             config_in(tmp_path / kind, steps=1, advantage=gw.AdvantageConfig(kind=kind), run={"samples_per_step": 32})
         )
-        samples[kind] = [entry["advantage"] for entry in read_lines(tmp_path / kind / "samples.jsonl")]
-    assert samples["leave_one_out"] == pytest.approx([4 / 3 * value for value in samples["centred"]])
-    assert any(samples["centred"])
+        samples[kind] = [entry["advantage"] for entry in read_jsonl(tmp_path / kind / "samples.jsonl")]
+    assert samples["leave_one_out"] == pytest.approx([4 / 3 * value for value in samples["centered"]])
+    assert any(samples["centered"])
 
 
 def test_torchs_own_generator_depends_on_seed_and_step_alone(tmp_path):
@@ -226,9 +226,9 @@ def test_weights_that_are_no_longer_finite_stop_the_run(tmp_path):
             return workload
 
     config = config_in(tmp_path / "a", workload=Huge(dtype="float32"), run={"preflight": False})
-    decaying = replace(config.optimiser, learning_rate=900.0, weight_decay=900.0, schedule="constant")
+    decaying = replace(config.optimizer, learning_rate=900.0, weight_decay=900.0, schedule="constant")
     with pytest.raises(UserError, match="made weights that are not finite"):
-        gw.train(replace(config, optimiser=decaying))
+        gw.train(replace(config, optimizer=decaying))
     assert not list((tmp_path / "a").glob("checkpoints/step-*"))
 
 
@@ -250,18 +250,18 @@ def test_a_crash_in_users_code_saves_what_was_done_and_keeps_the_traceback(tmp_p
             return workload
 
     config = config_in(tmp_path / "a", workload=Crashes(), run={"checkpoint_every": 100})
-    config = replace(config, optimiser=replace(config.optimiser, updates_per_rollout=1))
+    config = replace(config, optimizer=replace(config.optimizer, updates_per_rollout=1))
     with pytest.raises(UserError, match=r"score\(\) of TinyWorkload raised KeyError: 'cond2' \(.*test_run.py:\d+\)"):
         gw.train(config)
     (checkpoint,) = (tmp_path / "a" / "checkpoints").glob("step-*")
-    assert int(checkpoint.name[5:]) == len(read_lines(tmp_path / "a" / "metrics.jsonl")) > 0
+    assert int(checkpoint.name[5:]) == len(read_jsonl(tmp_path / "a" / "metrics.jsonl")) > 0
     assert "crash_late" in (tmp_path / "a" / "error.txt").read_text()
 
 
 def test_configs_survive_json():
     config = replace(recipe(), reward=gw.RewardConfig(weights={"share": 2.0}), run=gw.RunConfig(trackers=("wandb",)))
     plain = json.loads(json.dumps(to_dict(config)))
-    assert with_values(recipe(), plain) == config
+    assert from_dict(recipe(), plain) == config
     assert differing_fields(to_dict(config), plain) == []
 
 
@@ -276,7 +276,7 @@ def test_functions_and_paths_in_a_config_survive_too():
     config = replace(recipe(), workload=WithOddFields(data=Path("/b"), cache=Path("/c")))
     plain = json.loads(json.dumps(to_dict(config)))
     assert plain["workload"]["reward"] == "builtins:len"
-    assert with_values(replace(recipe(), workload=WithOddFields()), plain) == config
+    assert from_dict(replace(recipe(), workload=WithOddFields()), plain) == config
 
 
 @dataclass(frozen=True)
@@ -290,7 +290,7 @@ class Measures(TinyConfig):
         workload.files = lambda: {"found.json": found.encode()}
         return workload
 
-    def continuing(self, checkpoint):
+    def for_resume(self, checkpoint):
         return replace(self, found=(checkpoint / "found.json").read_text())
 
 
@@ -306,8 +306,8 @@ def test_what_a_workload_made_anew_is_taken_from_the_checkpoint(tmp_path):
 def test_a_knob_of_memory_that_the_user_sets_anew_counts_on_resume():
     """What was lowered when memory ran out is then forgotten."""
     plain = to_dict(recipe())
-    assert memory_knobs(plain) == [4, None, None, None, None]
-    assert memory_knobs({**plain, "workload": {**plain["workload"], "decode_rows": 8}})[:2] == [4, 8]
+    assert memory_settings(plain) == [4, None, None, None, None]
+    assert memory_settings({**plain, "workload": {**plain["workload"], "decode_rows": 8}})[:2] == [4, 8]
 
 
 @dataclass(frozen=True)

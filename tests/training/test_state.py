@@ -6,17 +6,17 @@ from torch import nn
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.memory.trace import LiveBytes
-from groupwise.training.config import OptimiserConfig
-from groupwise.training.state import Ema, learning_rate, make_room, new_state, trainable_weights
+from groupwise.memory.trace import LiveByteCounter
+from groupwise.training.config import OptimizerConfig
+from groupwise.training.state import Ema, create_state, learning_rate, reserve_optimizer_memory, trainable_weights
 
 
 def test_schedules_by_hand():
-    linear = OptimiserConfig(learning_rate=1.0, schedule="linear", warmup_updates=2)
+    linear = OptimizerConfig(learning_rate=1.0, schedule="linear", warmup_updates=2)
     assert [learning_rate(linear, update, 6) for update in range(6)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
-    cosine = OptimiserConfig(learning_rate=2.0, schedule="cosine")
+    cosine = OptimizerConfig(learning_rate=2.0, schedule="cosine")
     assert learning_rate(cosine, 1, 4) == pytest.approx(1 + math.cos(math.pi / 4))
-    assert learning_rate(OptimiserConfig(learning_rate=0.3), 99, 100) == 0.3
+    assert learning_rate(OptimizerConfig(learning_rate=0.3), 99, 100) == 0.3
 
 
 def test_the_average_by_hand():
@@ -30,7 +30,7 @@ def test_the_average_by_hand():
 
 def test_evaluation_borrows_the_average_and_leaves_the_policy_as_it_was():
     policy = nn.Linear(3, 2)
-    state = new_state(policy, OptimiserConfig(ema_decay=0.5))
+    state = create_state(policy, OptimizerConfig(ema_decay=0.5))
     kept = {name: weight.clone() for name, weight in trainable_weights(policy).items()}
     average = {name: value.add_(1).clone() for name, value in state.ema.average.items()}
 
@@ -50,18 +50,18 @@ def test_evaluation_borrows_the_average_and_leaves_the_policy_as_it_was():
 
 def test_a_frozen_policy_is_refused():
     with pytest.raises(UserError, match="nothing to train"):
-        new_state(nn.Linear(1, 1).requires_grad_(False), OptimiserConfig())
+        create_state(nn.Linear(1, 1).requires_grad_(False), OptimizerConfig())
 
 
-CONFIG = OptimiserConfig(learning_rate=0.1, weight_decay=0.1)
+CONFIG = OptimizerConfig(learning_rate=0.1, weight_decay=0.1)
 
 
-def trained(optimiser, weight, steps=5):
+def trained(optimizer, weight, steps=5):
     """The weight after a few steps, with gradients as they are once summed over the ranks: contiguous."""
     torch.manual_seed(0)
     for _ in range(steps):
         weight.grad = torch.randn(weight.shape, dtype=weight.dtype)
-        optimiser.step()
+        optimizer.step()
     return weight.detach().clone()
 
 
@@ -80,10 +80,10 @@ def test_a_step_is_fused_and_the_unfused_one_within_rounding(layout, dtype):
     policy.weight = nn.Parameter(LAYOUTS[layout](numbers))
     other = nn.Parameter(policy.weight.detach().clone(memory_format=torch.contiguous_format))
     before = other.detach().clone()
-    state = new_state(policy, CONFIG)
+    state = create_state(policy, CONFIG)
     assert state.fused is (layout == "contiguous")
     plain = torch.optim.AdamW([other], lr=0.1, betas=CONFIG.betas, weight_decay=0.1, foreach=False)
-    found, expected = trained(state.optimiser, policy.weight), trained(plain, other)
+    found, expected = trained(state.optimizer, policy.weight), trained(plain, other)
     # bfloat16: weights of 2 to 4 are multiples of 1/64, and so far off in each step unfused, by half of it fused
     assert_close(found, expected, **({"rtol": 0, "atol": 5 * 1.5 / 64} if dtype is torch.bfloat16 else {}))
     assert (found - before).abs().mean() > 0.1
@@ -94,9 +94,9 @@ def test_room_for_a_step_by_hand():
     for numbers, first, later in ((torch.zeros(10, 10), 800, 0), (torch.zeros(10, 11)[:, :10], 1200, 400)):
         policy = nn.Module()
         policy.weight = nn.Parameter(numbers)
-        state = new_state(policy, CONFIG)
+        state = create_state(policy, CONFIG)
         for expected in (first, later):
-            with LiveBytes() as live:
-                make_room(state)
+            with LiveByteCounter() as live:
+                reserve_optimizer_memory(state)
             assert live.peak == expected
-            trained(state.optimiser, policy.weight, steps=1)
+            trained(state.optimizer, policy.weight, steps=1)

@@ -12,7 +12,7 @@ from groupwise.core.loss import pairwise_ranking
 from groupwise.core.placement import place
 from groupwise.core.reward import weigh
 from groupwise.dist.comm import connect
-from groupwise.training.loop import rollout, share
+from groupwise.training.loop import generate_rollouts, rank_slice
 from groupwise.training.run import set_up
 from groupwise.training.state import trainable_weights
 from groupwise.training.update import Comparison, _all_finite, update
@@ -30,10 +30,10 @@ def one_step(config, *, step=0):
     """The set-up, this step's rollouts, and how they compare."""
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=step)
-    rollouts = rollout(setup.workload, placed, setup.comm)
+    rollouts = generate_rollouts(setup.workload, placed, setup.comm)
     total = weigh(setup.workload.rewards(rollouts), config.reward).total
     advantages = group_advantages(total, rollouts.group_ids, config.advantage)
-    comparison = Comparison(rollouts.group_ids, total, advantages, share(setup.comm, setup.shape))
+    comparison = Comparison(rollouts.group_ids, total, advantages, rank_slice(setup.comm, setup.shape))
     return setup, rollouts, comparison
 
 
@@ -44,14 +44,14 @@ def gradient_of(config) -> torch.Tensor:
     return torch.cat([weight.grad.flatten() for weight in trainable_weights(setup.workload.policy).values()])
 
 
-def changed(config, *, optimiser=None, **fields):
-    return replace(config, optimiser=replace(config.optimiser, **(optimiser or {})), **fields)
+def changed(config, *, optimizer=None, **fields):
+    return replace(config, optimizer=replace(config.optimizer, **(optimizer or {})), **fields)
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("updates", [1, 3])
 def test_every_cut_gives_the_same_gradient(loss, updates):
-    config = changed(recipe(), loss=loss, optimiser={"updates_per_rollout": updates, "max_grad_norm": None})
+    config = changed(recipe(), loss=loss, optimizer={"updates_per_rollout": updates, "max_grad_norm": None})
     config = replace(
         config,
         workload=TinyConfig(missing_member=2, flat_below=10),
@@ -67,7 +67,7 @@ def test_every_cut_gives_the_same_gradient(loss, updates):
 def test_the_entropy_bonus_falls_in_a_straight_line(step, weight):
     assert LossConfig(entropy=0.2, entropy_end=0.0).entropy_at(step / 8) == pytest.approx(weight)
     falling, steady = (
-        changed(recipe(), steps=8, loss=loss, optimiser={"max_grad_norm": None, "updates_per_rollout": 1})
+        changed(recipe(), steps=8, loss=loss, optimizer={"max_grad_norm": None, "updates_per_rollout": 1})
         for loss in (LossConfig(entropy=0.2, entropy_end=0.0), LossConfig(entropy=weight))
     )
     gradients = []
@@ -85,13 +85,13 @@ def test_an_entropy_bonus_that_would_rise_is_refused(end):
         LossConfig(entropy=0.2, entropy_end=end)
 
 
-@pytest.mark.parametrize("kind", ["group_std", "batch_std", "centred", "leave_one_out"])
+@pytest.mark.parametrize("kind", ["group_std", "batch_std", "centered", "leave_one_out"])
 def test_groups_without_spread_change_nothing_but_are_counted(kind):
     config = changed(
         recipe(),
         workload=TinyConfig(flat_below=20),
         advantage=AdvantageConfig(kind=kind),
-        optimiser={"max_grad_norm": None, "updates_per_rollout": 1},
+        optimizer={"max_grad_norm": None, "updates_per_rollout": 1},
     )
     setup, rollouts, comparison = one_step(config)
     flat = rollouts.data["condition"] < 20
@@ -105,33 +105,33 @@ def test_groups_without_spread_change_nothing_but_are_counted(kind):
 
 
 def test_a_step_without_any_spread_moves_nothing_not_even_by_momentum():
-    config = changed(recipe(), optimiser={"weight_decay": 0.1})
+    config = changed(recipe(), optimizer={"weight_decay": 0.1})
     setup, rollouts, comparison = one_step(config)
     update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
     before = {name: weight.clone() for name, weight in trainable_weights(setup.workload.policy).items()}
     flat = group_advantages(torch.ones_like(comparison.rewards), comparison.group_ids)
     nothing = Comparison(comparison.group_ids, torch.ones_like(comparison.rewards), flat, comparison.mine)
-    figures = update(setup.workload, rollouts, nothing, state=setup.state, config=config, comm=setup.comm)
-    assert figures == {"trained_rollouts": 0.0}
+    metrics = update(setup.workload, rollouts, nothing, state=setup.state, config=config, comm=setup.comm)
+    assert metrics == {"trained_rollouts": 0.0}
     for name, weight in trainable_weights(setup.workload.policy).items():
         assert torch.equal(weight, before[name])
 
 
 def test_the_first_ratio_is_one_and_later_ones_are_not():
-    figures = {}
+    metrics = {}
     for updates in (1, 2):
-        config = changed(recipe(), optimiser={"updates_per_rollout": updates})
+        config = changed(recipe(), optimizer={"updates_per_rollout": updates})
         setup, rollouts, comparison = one_step(config)
-        figures[updates] = update(
+        metrics[updates] = update(
             setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm
         )
-    assert figures[1]["ratio_max"] == figures[1]["ratio_min"] == 1
-    assert figures[2]["ratio_max"] > 1.01
+    assert metrics[1]["ratio_max"] == metrics[1]["ratio_min"] == 1
+    assert metrics[2]["ratio_max"] > 1.01
 
 
 def test_ranking_has_the_gradient_of_the_loss_over_all_siblings_at_once():
     config = changed(
-        recipe(), loss=LossConfig(kind="ranking"), optimiser={"updates_per_rollout": 1, "max_grad_norm": None}
+        recipe(), loss=LossConfig(kind="ranking"), optimizer={"updates_per_rollout": 1, "max_grad_norm": None}
     )
     setup, rollouts, comparison = one_step(config)
     logp = setup.workload.score(rollouts).logp
@@ -148,7 +148,7 @@ def test_ranking_has_the_gradient_of_the_loss_over_all_siblings_at_once():
 
 
 def test_gradients_are_scaled_down_to_the_limit():
-    norms = {limit: gradient_of(changed(recipe(), optimiser={"max_grad_norm": limit})).norm() for limit in (None, 0.01)}
+    norms = {limit: gradient_of(changed(recipe(), optimizer={"max_grad_norm": limit})).norm() for limit in (None, 0.01)}
     assert norms[None] > 0.02
     assert norms[0.01].item() == pytest.approx(0.01, rel=1e-3)
 

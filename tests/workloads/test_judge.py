@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.rewards.call import judge
+from groupwise.rewards.call import call_rewards
 
 PROMPTS, COMPLETIONS = ["a", "b", "c"], ["x", "yy", "zzz"]
 
@@ -25,21 +25,21 @@ def test_sync_and_async_functions_and_columns():
     def matches(prompts, completions, answer, **columns):
         return [completion == right for completion, right in zip(completions, answer, strict=True)]
 
-    terms = judge({"length": slow_length, "right": matches}, PROMPTS, COMPLETIONS, answer=["x", "-", "zzz"])
-    assert terms.values["length"].tolist() == [1, 2, 3]
-    assert terms.values["right"].tolist() == [1, 0, 1]
+    terms = call_rewards({"length": slow_length, "right": matches}, PROMPTS, COMPLETIONS, answer=["x", "-", "zzz"])
+    assert terms.per_rollout["length"].tolist() == [1, 2, 3]
+    assert terms.per_rollout["right"].tolist() == [1, 0, 1]
     assert not terms.failures
 
 
 def test_async_functions_run_together():
     begun = time.perf_counter()
-    judge({str(nth): slow_length for nth in range(10)}, PROMPTS, COMPLETIONS)
+    call_rewards({str(nth): slow_length for nth in range(10)}, PROMPTS, COMPLETIONS)
     assert time.perf_counter() - begun < 1.0  # one after the other would take 2 s
 
 
 def test_inside_a_running_event_loop_as_in_a_notebook():
     async def cell():
-        return judge({"length": length, "slow": slow_length}, PROMPTS, COMPLETIONS)
+        return call_rewards({"length": length, "slow": slow_length}, PROMPTS, COMPLETIONS)
 
     assert asyncio.run(cell()).values["slow"].tolist() == [1, 2, 3]
 
@@ -48,25 +48,25 @@ def test_a_function_that_raises_leaves_its_own_term_missing_with_the_reason():
     def broken(prompts, completions, **columns):
         raise ZeroDivisionError("no words")
 
-    terms = judge({"length": length, "broken": broken}, PROMPTS, COMPLETIONS)
-    assert terms.values["length"].tolist() == [1, 2, 3]
-    assert terms.values["broken"].isnan().all()
+    terms = call_rewards({"length": length, "broken": broken}, PROMPTS, COMPLETIONS)
+    assert terms.per_rollout["length"].tolist() == [1, 2, 3]
+    assert terms.per_rollout["broken"].isnan().all()
     assert "ZeroDivisionError: no words" in terms.failures["broken"]
     assert "test_judge.py" in terms.failures["broken"]
 
 
 @pytest.mark.parametrize("odd", [None, math.nan, math.inf])
 def test_none_nan_and_infinity_are_missing(odd):
-    terms = judge({"r": lambda prompts, completions: [1.0, odd, 3]}, PROMPTS, COMPLETIONS)
-    assert terms.values["r"].isnan().tolist() == [False, True, False]
+    terms = call_rewards({"r": lambda prompts, completions: [1.0, odd, 3]}, PROMPTS, COMPLETIONS)
+    assert terms.per_rollout["r"].isnan().tolist() == [False, True, False]
     assert f"returned {odd} for 1 of 3 rows" in terms.failures["r"]
 
 
 def test_tensors_are_taken_too():
-    terms = judge({"r": lambda prompts, completions: torch.tensor([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
-    assert terms.values["r"].tolist() == [1, 2, 3]
-    terms = judge({"r": lambda prompts, completions: np.array([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
-    assert terms.values["r"].tolist() == [1, 2, 3]
+    terms = call_rewards({"r": lambda prompts, completions: torch.tensor([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
+    assert terms.per_rollout["r"].tolist() == [1, 2, 3]
+    terms = call_rewards({"r": lambda prompts, completions: np.array([1.0, 2.0, 3.0])}, PROMPTS, COMPLETIONS)
+    assert terms.per_rollout["r"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_tensors_are_taken_too():
 )
 def test_what_is_not_a_list_of_numbers_is_refused(answer, says):
     with pytest.raises(UserError, match=says):
-        judge({"r": lambda prompts, completions: answer}, PROMPTS, COMPLETIONS)
+        call_rewards({"r": lambda prompts, completions: answer}, PROMPTS, COMPLETIONS)
 
 
 def test_a_column_may_be_called_like_a_parameter():
     """Columns come from datasets of others."""
-    terms = judge({"length": length}, ["p"], ["abc"], functions=["f"])
-    assert terms.values["length"].tolist() == [3.0]
+    terms = call_rewards({"length": length}, ["p"], ["abc"], functions=["f"])
+    assert terms.per_rollout["length"].tolist() == [3.0]

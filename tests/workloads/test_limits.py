@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from groupwise.rewards.call import judge
-from groupwise.rewards.time_limit import limited
+from groupwise.rewards.call import call_rewards
+from groupwise.rewards.time_limit import with_time_limit
 
 LIMIT = 0.2
 
@@ -52,22 +52,22 @@ async def waits(prompts, completions):
 @pytest.mark.parametrize("function", [loops, swallows, swallows_all, never_ending_pattern, waits])
 def test_what_hangs_is_missing_with_the_reason(function):
     begun = time.monotonic()
-    terms = judge({"r": limited(function, LIMIT)}, ["p"], ["c"])
+    terms = call_rewards({"r": with_time_limit(function, LIMIT)}, ["p"], ["c"])
     assert time.monotonic() - begun < 10
-    assert terms.values["r"].isnan().all()
+    assert terms.per_rollout["r"].isnan().all()
     assert "TimeoutError: it took longer than the 0.2 s" in terms.failures["r"]
 
 
 def test_outside_the_main_thread_too():
     with pytest.raises(TimeoutError, match=r"longer than the 0\.2 s"):
-        in_another_thread(limited(lambda: time.sleep(5), LIMIT))
+        in_another_thread(with_time_limit(lambda: time.sleep(5), LIMIT))
 
 
 @pytest.mark.parametrize("run", [lambda call: call(), in_another_thread])
 def test_what_is_in_time_comes_through_and_so_does_what_it_raises(run):
-    assert run(lambda: limited(lambda a, b: a + b, 5)(1, b=2)) == 3
+    assert run(lambda: with_time_limit(lambda a, b: a + b, 5)(1, b=2)) == 3
     with pytest.raises(ZeroDivisionError):
-        run(limited(lambda: 1 / 0, 5))
+        run(with_time_limit(lambda: 1 / 0, 5))
 
 
 @pytest.mark.parametrize("others", [0, 30])
@@ -75,7 +75,7 @@ def test_the_alarm_is_switched_off_afterwards_and_another_one_goes_on(others):
     handler = signal.getsignal(signal.SIGALRM)
     pytests_own = signal.setitimer(signal.ITIMER_REAL, others)
     try:
-        limited(lambda: None, LIMIT)()
+        with_time_limit(lambda: None, LIMIT)()
         time.sleep(2 * LIMIT)
         assert signal.getsignal(signal.SIGALRM) is handler
         left = signal.getitimer(signal.ITIMER_REAL)[0]
@@ -89,4 +89,4 @@ def test_an_async_function_in_time_is_awaited():
         await asyncio.sleep(0.01)
         return [3.0]
 
-    assert judge({"r": limited(soon, 5)}, ["p"], ["c"]).values["r"].tolist() == [3.0]
+    assert call_rewards({"r": with_time_limit(soon, 5)}, ["p"], ["c"]).per_rollout["r"].tolist() == [3.0]

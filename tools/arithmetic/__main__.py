@@ -11,12 +11,12 @@ import torch
 import tyro
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from tools.arithmetic.pretrain import Plan, pretrain
+from tools.arithmetic.pretrain import PretrainConfig, pretrain
 from tools.arithmetic.pretrain import Progress as Told
 from tools.arithmetic.tokenizer import train_tokenizer
 
 
-def main(folder: Path, plan: Plan, threads: int = 1) -> None:
+def main(folder: Path, plan: PretrainConfig, threads: int = 1) -> None:
     """Train as planned and write the model, in bfloat16, and its tokenizer as transformers saves them.
 
     Args:

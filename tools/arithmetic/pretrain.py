@@ -16,21 +16,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from groupwise.workloads.chat.tasks.arithmetic.task import (
     Message,
     Split,
-    ask,
+    answer_directly,
     assistant,
-    at_once,
-    continued,
     draw_problem,
-    worked,
+    make_dialogue,
+    remaining_problem,
+    solve_step_by_step,
 )
 from tools.arithmetic.tokenizer import CONTEXT
-from tools.pretraining import save_progress, take_up
+from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _NO_LABEL = -100
 
 
 @dataclass(frozen=True)
-class Plan:
+class PretrainConfig:
     """All that a pretraining run depends on."""
 
     seed: int = 0
@@ -60,7 +60,7 @@ class Plan:
         return self.learning_rate * ramp * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / self.horizon)))
 
 
-def new_model(plan: Plan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+def new_model(plan: PretrainConfig, tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     torch.manual_seed(plan.seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -86,7 +86,7 @@ class Progress:
 
 
 def pretrain(
-    plan: Plan,
+    plan: PretrainConfig,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     *,
@@ -99,17 +99,19 @@ def pretrain(
     `stop_after` ends the call early at that step, as a kill would.
     """
     model = new_model(plan, tokenizer).train()
-    optimiser = _optimiser(model, plan)
-    for step in range(take_up(folder, plan, model, optimiser), plan.steps if stop_after is None else stop_after):
-        optimiser.zero_grad(set_to_none=True)
+    optimizer = _optimizer(model, plan)
+    for step in range(
+        restore_pretraining_state(folder, plan, model, optimizer), plan.steps if stop_after is None else stop_after
+    ):
+        optimizer.zero_grad(set_to_none=True)
         loss = _accumulate(model, list(batches(plan, tokenizer, step)))
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = plan.rate(step)
-        optimiser.step()
+        optimizer.step()
         watch(Progress(step + 1, loss))
         if (step + 1) % checkpoint_every == 0 or step + 1 == plan.steps:
-            save_progress(folder, plan, model, optimiser, step + 1)
+            save_pretraining_state(folder, plan, model, optimizer, step + 1)
     return model.eval()
 
 
@@ -125,7 +127,7 @@ def _accumulate(model: LlamaForCausalLM, cuts: list[tuple[Tensor, Tensor]]) -> f
     return total
 
 
-def batches(plan: Plan, tokenizer: PreTrainedTokenizerFast, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches(plan: PretrainConfig, tokenizer: PreTrainedTokenizerFast, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     """The step's dialogues in cuts of like length, padded, with labels: only the last reply is learned."""
     asked, answered = zip(
         *(_dialogue(plan, random) for random in [plan.random(step)] for _ in range(plan.dialogues_per_step)),
@@ -146,12 +148,12 @@ def batches(plan: Plan, tokenizer: PreTrainedTokenizerFast, step: int) -> Iterat
         yield ids, labels
 
 
-def _dialogue(plan: Plan, random: np.random.Generator) -> tuple[list[Message], list[Message]]:
+def _dialogue(plan: PretrainConfig, random: np.random.Generator) -> tuple[list[Message], list[Message]]:
     """What is asked, and the same with a right answer."""
     problem = draw_problem(random, Split.TRAIN)
-    messages = ask(problem, random)
-    rest = continued(problem, messages)
-    reply = at_once(rest) if random.random() < plan.at_once_share else worked(rest)
+    messages = make_dialogue(problem, random)
+    rest = remaining_problem(problem, messages)
+    reply = answer_directly(rest) if random.random() < plan.at_once_share else solve_step_by_step(rest)
     return messages, [*messages, assistant(reply)]
 
 
@@ -160,7 +162,7 @@ def _encode(tokenizer: PreTrainedTokenizerFast, dialogues: Sequence[list[Message
     return tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
-def _optimiser(model: nn.Module, plan: Plan) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, plan: PretrainConfig) -> torch.optim.Optimizer:
     matrices = [weight for weight in model.parameters() if weight.ndim >= 2]
     others = [weight for weight in model.parameters() if weight.ndim < 2]
     groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": others, "weight_decay": 0.0}]

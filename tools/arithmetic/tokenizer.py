@@ -6,7 +6,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from groupwise.workloads.chat.tasks.arithmetic.task import Split, ask, draw_problem, worked
+from groupwise.workloads.chat.tasks.arithmetic.task import Split, draw_problem, make_dialogue, solve_step_by_step
 
 PAD, END, USER, ASSISTANT, SYSTEM = "<|pad|>", "<|end|>", "<|user|>", "<|assistant|>", "<|system|>"
 VOCABULARY = 320
@@ -47,5 +47,5 @@ def _texts(count: int) -> list[str]:
     texts = []
     for _ in range(count):
         problem = draw_problem(random, Split.TRAIN)
-        texts += [message["content"] for message in ask(problem, random)] + [worked(problem)]
+        texts += [message["content"] for message in make_dialogue(problem, random)] + [solve_step_by_step(problem)]
     return texts

@@ -13,11 +13,13 @@ import torch
 import tyro
 from rich.console import Console
 
-from tools.mosaic.curriculum import Plan
+from tools.mosaic.curriculum import PretrainConfig
 from tools.mosaic.pretrain import pretrain
 
 
-def main(folder: Path, plan: Plan, compiled: bool = True, checkpoint_every: int = 50, threads: int = 2) -> None:
+def main(
+    folder: Path, plan: PretrainConfig, compiled: bool = True, checkpoint_every: int = 50, threads: int = 2
+) -> None:
     """Train as planned and write the model, in bfloat16, as transformers saves it.
 
     Args:

@@ -15,7 +15,7 @@ from transformers import LlavaForConditionalGeneration
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
 from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN, QUESTION_TOKENS
-from tools.mosaic.dense_forward import BlockPass, Packing, block_pass, block_weights, pack, rms_norm
+from tools.mosaic.dense_forward import BlockPass, SharedPrefixLayout, block_pass, block_weights, pack, rms_norm
 
 _MOSAICS_PER_PASS = 16
 Path = tuple[int, ...]
@@ -55,7 +55,7 @@ class _Walk:
         self.embedded = torch.cat([image, model.get_input_embeddings()(words)], dim=1)
         lengths = torch.tensor([len(question.sample.question) for question in questions]).view(len(image), asked)
         self.last = image.shape[1] + torch.arange(asked) * QUESTION_TOKENS + lengths - 1
-        self.packing: Packing = pack(image.shape[1], [QUESTION_TOKENS] * asked)
+        self.packing: SharedPrefixLayout = pack(image.shape[1], [QUESTION_TOKENS] * asked)
         self.cos, self.sin = self.text.rotary_emb(self.embedded, self.packing.positions[None])
 
     def answers(self, paths: Sequence[Path]) -> dict[Path, UInt8[np.ndarray, " questions"]]:

@@ -81,7 +81,7 @@ _FINAL_FROM = 14 / 15
 
 
 @dataclass(frozen=True)
-class Plan:
+class PretrainConfig:
     """All that a pretraining run depends on."""
 
     size: MosaicSize = field(default_factory=MosaicSize)
@@ -146,7 +146,7 @@ class StepKnobs:
     insertion_position: int = 1
 
 
-def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
+def draw_knobs(plan: PretrainConfig, step: int, rng: np.random.Generator) -> StepKnobs:
     """Draw a tier, and in a share of the steps which blocks to leave out and a top-k."""
     tier = _TIERS[rng.choice(len(_TIERS), p=_TIER_SHARES)]
     everything = range(plan.size.blocks)
@@ -164,27 +164,29 @@ def draw_knobs(plan: Plan, step: int, rng: np.random.Generator) -> StepKnobs:
     )
 
 
-def recited_at(plan: Plan, step: int) -> int:
+def recited_at(plan: PretrainConfig, step: int) -> int:
     """Return how many facts a text step recites."""
     return plan.recited_facts if plan.text_progress(step) >= _RECITED_FROM else 0
 
 
-def famous_names_at(plan: Plan, step: int) -> int:
+def famous_names_at(plan: PretrainConfig, step: int) -> int:
     """Return with how many names the others are paired."""
     return FAMOUS_NAMES if plan.text_progress(step) >= _BY_HEART_FROM else ONCE_FAMOUS_NAMES
 
 
-def recite_weight(plan: Plan, step: int) -> float:
+def recite_weight(plan: PretrainConfig, step: int) -> float:
     """Return the weight of what is recited."""
     return _RECITE_WEIGHT_LATE if plan.text_progress(step) >= _BY_HEART_FROM else _RECITE_WEIGHT_EARLY
 
 
-def mosaics_at(plan: Plan, step: int) -> int:
+def mosaics_at(plan: PretrainConfig, step: int) -> int:
     """Return how many mosaics a text step takes at the high tier."""
     return plan.early_text_mosaics if plan.text_progress(step) < _TILES_ARE_FOUND else plan.text_mosaics
 
 
-def draw_kinds(plan: Plan, step: int, count: int, rng: np.random.Generator, *, by_heart: bool = True) -> np.ndarray:
+def draw_kinds(
+    plan: PretrainConfig, step: int, count: int, rng: np.random.Generator, *, by_heart: bool = True
+) -> np.ndarray:
     """Draw kinds of questions by their share in training: harder ones more often."""
     progress = plan.text_progress(step)
     stages = (

@@ -17,14 +17,14 @@ from transformers import LlavaForConditionalGeneration
 
 
 @dataclass(frozen=True)
-class Packing:
+class SharedPrefixLayout:
     """Segments after a common prefix: each sees the prefix and itself, with positions that start after the prefix."""
 
     visible: Bool[Tensor, "tokens tokens"]
     positions: Int[Tensor, " tokens"]
 
 
-def pack(prefix_tokens: int, segment_tokens: Sequence[int]) -> Packing:
+def pack(prefix_tokens: int, segment_tokens: Sequence[int]) -> SharedPrefixLayout:
     """Lay out segments of these lengths after the prefix."""
     owner = [-1] * prefix_tokens
     positions = list(range(prefix_tokens))
@@ -34,7 +34,7 @@ def pack(prefix_tokens: int, segment_tokens: Sequence[int]) -> Packing:
     owners = torch.tensor(owner)
     shared = (owners[None, :] == -1) | (owners[None, :] == owners[:, None])
     visible = torch.ones(len(owner), len(owner), dtype=torch.bool).tril() & shared
-    return Packing(visible=visible, positions=torch.tensor(positions))
+    return SharedPrefixLayout(visible=visible, positions=torch.tensor(positions))
 
 
 BlockPass = Callable[..., tuple[Tensor, Tensor]]
@@ -126,7 +126,7 @@ def _turn(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def text_pass(
     model: LlavaForConditionalGeneration,
     embeddings: Float[Tensor, "rows tokens width"],
-    packing: Packing,
+    packing: SharedPrefixLayout,
     *,
     blocks: Sequence[int],
     top_k: int,

@@ -18,8 +18,8 @@ from groupwise.workloads.controller.tasks.mosaic.model import BLOCKS, FEWEST_BLO
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, QUESTION_TOKENS, Questions, ask
 from groupwise.workloads.controller.tasks.mosaic.scene import (
     PLAIN_JITTER,
+    HandwritingSplit,
     Mosaics,
-    Split,
     Tier,
     draw_mosaics,
     load_handwriting,
@@ -31,7 +31,7 @@ _MOSAICS_PER_PASS = 25
 
 
 @dataclass(frozen=True)
-class Exam:
+class QuestionSet:
     """Mosaics of one split, each with the same number of questions of every kind."""
 
     mosaics: Mosaics
@@ -40,17 +40,19 @@ class Exam:
     questions_per_mosaic: int
 
 
-def make_exam(split: Split, mosaics: int, *, per_kind: int = 2, seed: int = 7) -> Exam:
+def make_exam(split: HandwritingSplit, mosaics: int, *, per_kind: int = 2, seed: int = 7) -> QuestionSet:
     """Draw an exam; the same one for the same arguments."""
-    rng = np.random.default_rng([seed, list(Split).index(split)])
+    rng = np.random.default_rng([seed, list(HandwritingSplit).index(split)])
     drawn = draw_mosaics(load_handwriting(split), mosaics, PLAIN_JITTER, rng)
     asked = per_kind * len(KINDS)
     kinds = np.tile(np.repeat(np.arange(len(KINDS)), per_kind), mosaics)
-    return Exam(drawn, kinds, ask(np.repeat(drawn.labels, asked, axis=0), kinds, rng), asked)
+    return QuestionSet(drawn, kinds, ask(np.repeat(drawn.labels, asked, axis=0), kinds, rng), asked)
 
 
 @torch.no_grad()
-def features_of(model: LlavaForConditionalGeneration, exam: Exam, tier: Tier) -> Float[Tensor, "mosaics tokens width"]:
+def features_of(
+    model: LlavaForConditionalGeneration, exam: QuestionSet, tier: Tier
+) -> Float[Tensor, "mosaics tokens width"]:
     """Return what the text model sees of each mosaic: it depends on the tier alone."""
     parts = exam.mosaics.pixels.split(_MOSAICS_PER_PASS)
     return torch.cat([see(model, part, tier).projected.flatten(1, 2) for part in parts])
@@ -59,7 +61,7 @@ def features_of(model: LlavaForConditionalGeneration, exam: Exam, tier: Tier) ->
 @torch.no_grad()
 def answer_losses(
     model: LlavaForConditionalGeneration,
-    exam: Exam,
+    exam: QuestionSet,
     features: Float[Tensor, "mosaics tokens width"],
     *,
     blocks: Sequence[int],
@@ -86,7 +88,7 @@ _FILE = "importance.json"
 
 
 def measure_importance(
-    model: LlavaForConditionalGeneration, exam: Exam, say: Callable[[str], None]
+    model: LlavaForConditionalGeneration, exam: QuestionSet, say: Callable[[str], None]
 ) -> dict[int, float]:
     """Return what dropping each block alone adds to the mean loss, the least important block first.
 

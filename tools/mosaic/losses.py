@@ -26,7 +26,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import (
     Kind,
     Questions,
     ask,
-    read_aloud,
+    transcribe_tiles,
 )
 from groupwise.workloads.controller.tasks.mosaic.scene import (
     COLUMNS,
@@ -43,7 +43,7 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
     draw_mosaics,
 )
 from tools.mosaic.curriculum import (
-    Plan,
+    PretrainConfig,
     StepKnobs,
     draw_kinds,
     draw_knobs,
@@ -153,7 +153,7 @@ class Outcome:
     shares: dict[str, float]
 
 
-def alignment_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int) -> Outcome:
+def alignment_step(learner: Learner, handwriting: Handwriting, plan: PretrainConfig, step: int) -> Outcome:
     """Return the loss of one batch for the vision tower; the tiers take turns."""
     rng = plan.random(step)
     tier = _ALIGNMENT_TIERS[step % len(_ALIGNMENT_TIERS)]
@@ -164,7 +164,9 @@ def alignment_step(learner: Learner, handwriting: Handwriting, plan: Plan, step:
     return Outcome(loss=tiles + aligned, shares={f"tiles {tier}": right, "misaligned": aligned.item()})
 
 
-def text_step(learner: Learner, handwriting: Handwriting, plan: Plan, step: int, run_block: BlockPass) -> Outcome:
+def text_step(
+    learner: Learner, handwriting: Handwriting, plan: PretrainConfig, step: int, run_block: BlockPass
+) -> Outcome:
     """Return the loss of one batch of questions, packed after their mosaic, with "read aloud" and tiles beside it."""
     rng = plan.random(step)
     knobs = draw_knobs(plan, step, rng)
@@ -211,7 +213,7 @@ def _answer_batch(
 ) -> _Answered:
     count, asked = len(labels), len(kinds) // len(labels)
     questions = asking(np.repeat(labels, asked, axis=0), kinds)
-    said, targets = read_aloud(labels)
+    said, targets = transcribe_tiles(labels)
     words = np.concatenate([questions.tokens.reshape(count, -1), said], axis=1)
     embedded = model.get_input_embeddings()(torch.from_numpy(words))
     prefix = features.flatten(1, 2)

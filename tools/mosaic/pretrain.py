@@ -13,11 +13,11 @@ from torch import nn
 from transformers import LlavaForConditionalGeneration
 
 from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
-from groupwise.workloads.controller.tasks.mosaic.scene import Split, load_handwriting
-from tools.mosaic.curriculum import Plan
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
+from tools.mosaic.curriculum import PretrainConfig
 from tools.mosaic.dense_forward import BlockPass, block_pass
 from tools.mosaic.losses import Learner, Outcome, alignment_step, text_step
-from tools.pretraining import save_progress, take_up
+from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _WORD_STD = 0.5
 _HEAD_OF_WORD = 0.2
@@ -54,7 +54,7 @@ def _start_blocks(model: LlavaForConditionalGeneration) -> None:
     routing = text.num_experts / math.sqrt(text.num_experts_per_tok)
     for block in model.model.language_model.layers:
         attention, experts = block.self_attn, block.mlp.experts
-        # Like attends to like and copies it (mimetic initialisation, Trockman and Kolter, 2023).
+        # Like attends to like and copies it (mimetic initialization, Trockman and Kolter, 2023).
         attention.q_proj.weight.normal_(0, into)
         attention.k_proj.weight.copy_(attention.q_proj.weight)
         attention.q_norm.weight.fill_(_SHARPNESS)
@@ -73,7 +73,7 @@ _TEXT = ("model.model.language_model.", "model.lm_head.")
 
 
 def pretrain(
-    plan: Plan,
+    plan: PretrainConfig,
     folder: Path,
     *,
     say: Callable[[str], None],
@@ -85,12 +85,12 @@ def pretrain(
 
     `stop_after` ends the call early at that step, as a kill would.
     """
-    handwriting = load_handwriting(Split.TRAIN)
+    handwriting = load_handwriting(HandwritingSplit.TRAIN)
     learner = Learner(build(plan.size.config(), plan.seed)).train()
     optimizer = _optimizer(learner)
-    first = take_up(folder, plan, learner, optimizer)
+    first = restore_pretraining_state(folder, plan, learner, optimizer)
     run_block: BlockPass = torch.compile(block_pass, dynamic=False) if compiled else block_pass
-    watch = _Watch(plan, first, say)
+    watch = _ProgressLog(plan, first, say)
     for step in range(first, plan.steps if stop_after is None else stop_after):
         if step < plan.alignment_steps:
             outcome = alignment_step(learner, handwriting, plan, step)
@@ -99,7 +99,7 @@ def pretrain(
         _update(learner, optimizer, outcome, plan, step)
         watch.note(step, outcome)
         if (step + 1) % checkpoint_every == 0 or step + 1 == plan.steps:
-            save_progress(folder, plan, learner, optimizer, step + 1)
+            save_pretraining_state(folder, plan, learner, optimizer, step + 1)
     return learner.eval()
 
 
@@ -119,7 +119,9 @@ def _optimizer(learner: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-def _update(learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome, plan: Plan, step: int) -> None:
+def _update(
+    learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome, plan: PretrainConfig, step: int
+) -> None:
     learning_rate, vision_learning_rate = plan.learning_rate(step), plan.vision_learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = vision_learning_rate if group["is_vision"] else learning_rate
@@ -129,10 +131,10 @@ def _update(learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outco
     optimizer.step()
 
 
-class _Watch:
+class _ProgressLog:
     """Say now and then how far the run is and what it gets right."""
 
-    def __init__(self, plan: Plan, first: int, say: Callable[[str], None], every: int = 25) -> None:
+    def __init__(self, plan: PretrainConfig, first: int, say: Callable[[str], None], every: int = 25) -> None:
         self.plan, self.first, self.say, self.every = plan, first, say, every
         self.started = time.monotonic()
         self.shares: dict[str, list[float]] = defaultdict(list)

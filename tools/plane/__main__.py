@@ -13,10 +13,10 @@ import tyro
 from rich.console import Console
 
 from groupwise.workloads.flow.tasks.plane.model import save_plane
-from tools.plane.pretrain import Plan, pretrain
+from tools.plane.pretrain import PretrainConfig, pretrain
 
 
-def main(folder: Path, plan: Plan, checkpoint_every: int = 100, threads: int = 1) -> None:
+def main(folder: Path, plan: PretrainConfig, checkpoint_every: int = 100, threads: int = 1) -> None:
     """Train as planned and write the weights.
 
     Args:

@@ -21,22 +21,22 @@ from groupwise.workloads.flow.tasks.plane.scene import (
     COLOURS,
     FRAMES,
     LARGEST,
-    LIGHT,
+    LIGHT_LEVELS,
     WORDS,
     brightness,
     draw_motions,
     draw_scenes,
     encode,
-    film,
     path_of,
+    render_clip,
 )
-from tools.pretraining import save_progress, take_up
+from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _DRAWS = 7  # keys of random numbers that are a step's own
 
 
 @dataclass(frozen=True)
-class Plan:
+class PretrainConfig:
     seed: int = 20
     steps: int = 900
     rows: int = 32
@@ -65,17 +65,17 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Batch:
-    clip: Float[Tensor, "rows colours frames side side"]
-    source: Float[Tensor, "rows colours frames side side"]
+class ClipBatch:
+    clip: Float[Tensor, "rows colors frames side side"]
+    source: Float[Tensor, "rows colors frames side side"]
     camera: Float[Tensor, "rows frames 12"]
     """As given with the clip: not quite where it was taken from."""
     text: Float[Tensor, "rows words width"]
     sigma: Float[Tensor, " rows"]
-    noise: Float[Tensor, "rows colours frames side side"]
+    noise: Float[Tensor, "rows colors frames side side"]
 
 
-def draw_batch(plan: Plan, step: int) -> Batch:
+def draw_batch(plan: PretrainConfig, step: int) -> ClipBatch:
     """The clips of a step, a function of the plan and the step alone."""
     numbers = step * plan.rows + torch.arange(plan.rows)
     scenes, motions = draw_scenes(plan.seed, numbers), draw_motions(plan.seed, numbers)
@@ -84,22 +84,22 @@ def draw_batch(plan: Plan, step: int) -> Batch:
     )
     label = motions + drift[:, None] * torch.linspace(0, 1, FRAMES)[None, :, None]
     chance = uniform(plan.seed, _DRAWS, numbers[:, None], 0, 1, torch.arange(3)).float()
-    lights = list(LIGHT)
+    lights = list(LIGHT_LEVELS)
     prompts = [lights[int(len(lights) * number)] for number in chance[:, 0].tolist()]
     silent = chance[:, 1] < plan.prompt_dropped
     told = ["" if quiet else prompt for prompt, quiet in zip(prompts, silent.tolist(), strict=True)]
-    clip = film(scenes, path_of(motions)) * brightness(prompts).view(-1, 1, 1, 1, 1)
+    clip = render_clip(scenes, path_of(motions)) * brightness(prompts).view(-1, 1, 1, 1, 1)
     elements = torch.arange(clip[0].numel())
     noise = normal(plan.seed, _DRAWS, numbers[:, None], 0, 2, elements).float().view_as(clip)
-    source = film(scenes, path_of(draw_motions(plan.seed, numbers, own=True)))
+    source = render_clip(scenes, path_of(draw_motions(plan.seed, numbers, own=True)))
     sigma = chance[:, 2].sqrt()  # more of the high levels, where the clip has to be made up from what is known
-    return Batch(clip, source, path_of(label), encode(told), sigma, noise)
+    return ClipBatch(clip, source, path_of(label), encode(told), sigma, noise)
 
 
 _GATES = [2, 5]  # of the rows of a block's scale_shift_table
 
 
-def build(plan: Plan) -> WanTransformer3DModel:
+def build(plan: PretrainConfig) -> WanTransformer3DModel:
     """A fresh transformer with camera layers.
 
     There is no base model whose behaviour must be kept, so nothing begins shut: poses are heard from the first step,
@@ -126,7 +126,7 @@ def build(plan: Plan) -> WanTransformer3DModel:
     return transformer
 
 
-def loss_of(transformer: WanTransformer3DModel, plan: Plan, step: int) -> torch.Tensor:
+def loss_of(transformer: WanTransformer3DModel, plan: PretrainConfig, step: int) -> torch.Tensor:
     """Squared error of the velocity noise - clip at x = (1 - sigma) clip + sigma noise."""
     batch = draw_batch(plan, step)
     sigma = batch.sigma.view(-1, 1, 1, 1, 1)
@@ -136,7 +136,7 @@ def loss_of(transformer: WanTransformer3DModel, plan: Plan, step: int) -> torch.
 
 
 def pretrain(
-    plan: Plan,
+    plan: PretrainConfig,
     folder: Path,
     *,
     say: Callable[[str], None],
@@ -148,23 +148,23 @@ def pretrain(
     `stop_after` ends the call early at that step, as a kill would.
     """
     transformer = build(plan)
-    optimiser = torch.optim.AdamW(transformer.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
-    first = take_up(folder, plan, transformer, optimiser)
+    optimizer = torch.optim.AdamW(transformer.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    first = restore_pretraining_state(folder, plan, transformer, optimizer)
     last = plan.steps if stop_after is None else min(stop_after, plan.steps)
     started, losses = time.monotonic(), []
     for step in range(first, last):
-        for group in optimiser.param_groups:
+        for group in optimizer.param_groups:
             group["lr"] = plan.rate(step)
-        optimiser.zero_grad(set_to_none=True)
+        optimizer.zero_grad(set_to_none=True)
         loss = loss_of(transformer, plan, step)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(transformer.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
         if (step + 1) % 50 == 0:
             minutes = (time.monotonic() - started) / 60
             say(f"step {step + 1}/{plan.steps}  {minutes:.1f} min  loss {sum(losses) / len(losses):.4f}")
             losses.clear()
         if (step + 1) % checkpoint_every == 0 or step + 1 == last:
-            save_progress(folder, plan, transformer, optimiser, step + 1)
+            save_pretraining_state(folder, plan, transformer, optimizer, step + 1)
     return transformer.eval()

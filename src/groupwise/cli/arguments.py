@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import tyro
 
 from groupwise.core.errors import UserError
-from groupwise.recipes import HOW_TO_NAME, RECIPES, load_recipe
+from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
 from groupwise.training.config import Config
 from groupwise.workloads.base import WorkloadConfig
 
@@ -57,8 +57,8 @@ def read_config(command: str, words: list[str], description: str) -> Config:
     """The recipe named first, with the fields that the user changed."""
     if not words or words[0].startswith("-"):
         if "-h" in words or "--help" in words:
-            _teach(command, description)
-        raise UserError(f"`groupwise {command}` needs a recipe: groupwise {command} RECIPE. {HOW_TO_NAME}")
+            _generic_help(command, description)
+        raise UserError(f"`groupwise {command}` needs a recipe: groupwise {command} RECIPE. {RECIPE_NAMING_HELP}")
     if any(word.split("=")[0] == "--ranks" for word in words):
         raise UserError(
             "--ranks is not a field of a recipe: there are as many ranks as the launcher starts. Use `torchrun"
@@ -68,7 +68,7 @@ def read_config(command: str, words: list[str], description: str) -> Config:
     return parse(Config, words[1:], prog=f"groupwise {command} {words[0]}", description=description, default=config)
 
 
-def _teach(command: str, description: str) -> None:
+def _generic_help(command: str, description: str) -> None:
     """Help for no recipe in particular: how to name one, and the fields that all of them have."""
     built_in = f"Built-in recipes: {', '.join(RECIPES)}.\n\n" if RECIPES else ""
     parse(
@@ -76,6 +76,6 @@ def _teach(command: str, description: str) -> None:
         ["--help"],
         default=Config(WorkloadConfig()),
         prog=f"groupwise {command} RECIPE",
-        description=f"{description}\n\n{HOW_TO_NAME}\n\n{built_in}"
+        description=f"{description}\n\n{RECIPE_NAMING_HELP}\n\n{built_in}"
         f"These fields every recipe has; `groupwise {command} RECIPE --help` shows its own too, with its defaults.",
     )

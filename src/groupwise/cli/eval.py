@@ -12,7 +12,7 @@ import tyro
 from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
-from groupwise.training.config import Config, with_values
+from groupwise.training.config import Config, from_dict
 from groupwise.training.run_folder import RunFolder
 from groupwise.workloads.base import ReportTable
 
@@ -39,16 +39,16 @@ def run(words: list[str], as_json: bool) -> int:
         found = evaluate(config, folder, lambda text: print(f"Warning: {text}", file=sys.stderr))
     disconnect()
     if found.is_main and as_json:
-        report = {"report": dict(found.report.figures)} if found.report else {}
-        print_json({"run_dir": str(folder.path), "step": found.step, "figures": dict(found.figures), **report})
+        report = {"report": dict(found.report.metrics)} if found.report else {}
+        print_json({"run_dir": str(folder.path), "step": found.step, "metrics": dict(found.metrics), **report})
     elif found.is_main:
         _show(found, folder)
     return 0
 
 
 def _show(found: Evaluation, folder: RunFolder) -> None:
-    print(f"{folder.path} after step {found.step}{'' if found.figures else ': its workload has no evaluate()'}")
-    for name, value in found.figures.items():
+    print(f"{folder.path} after step {found.step}{'' if found.metrics else ': its workload has no evaluate()'}")
+    for name, value in found.metrics.items():
         print(f"  {name:<32} {value:.4f}")
     for table in found.report.tables if found.report else ():
         _draw(table)
@@ -82,5 +82,5 @@ def config_of_run(folder: RunFolder) -> Config:
             f"The run in {folder.path} was started from Python, not from a recipe, so it cannot be rebuilt here. Call"
             " groupwise.training.evaluate.evaluate(config, ...) with its config."
         )
-    config: Config = with_values(load_recipe(saved["recipe"]), saved)
+    config: Config = from_dict(load_recipe(saved["recipe"]), saved)
     return config

@@ -16,12 +16,12 @@ from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError, require
 
 if TYPE_CHECKING:
-    from groupwise.latency.records import Summary
-    from groupwise.workloads.controller.latency.measure import Subject
+    from groupwise.latency.records import LatencySummary
+    from groupwise.workloads.controller.latency.measure import MeasuredModel
     from groupwise.workloads.controller.model.knobs import Knobs
 
 _CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-_QUIET = 0.9
+_IDLE_THRESHOLD = 0.9
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -58,14 +58,14 @@ def run(words: list[str], as_json: bool) -> int:
     arguments = parse(MeasureArguments, words, prog="groupwise measure")
     picture = _checked(arguments)
     from groupwise.cli.measure_view import draw, show
-    from groupwise.dist.process import settle_in
-    from groupwise.workloads.controller.latency.measure import load_subject
+    from groupwise.dist.process import configure_process
+    from groupwise.workloads.controller.latency.measure import load_measured_model
 
-    settle_in(arguments.threads)
+    configure_process(arguments.threads)
     with quiet_stdout(as_json):
-        subject = load_subject(arguments.model, prompt_tokens=arguments.prompt_tokens)
+        subject = load_measured_model(arguments.model, prompt_tokens=arguments.prompt_tokens)
         found, processor_share = _measure(subject, arguments)
-    notes = [_machine(arguments), _manner(arguments), *_warning(arguments.clock, processor_share)]
+    notes = [_machine(arguments), _describe_run(arguments), *_warning(arguments.clock, processor_share)]
     draw(found, subject.full, title=f"{_short(arguments.model)}: one answer, measured", notes=notes, path=picture)
     if as_json:
         print_json(as_plain(found, arguments) | {"notes": notes, "picture": str(picture)})
@@ -75,8 +75,8 @@ def run(words: list[str], as_json: bool) -> int:
     return 0
 
 
-def as_plain(found: Mapping[Knobs, Summary], arguments: MeasureArguments) -> dict[str, Any]:
-    """All figures as JSON values."""
+def as_plain(found: Mapping[Knobs, LatencySummary], arguments: MeasureArguments) -> dict[str, Any]:
+    """All metrics as JSON values."""
     rows = [
         {"tier": knobs.tier, "blocks": knobs.blocks, "top_k": knobs.top_k}
         | {stage: asdict(values) for stage, values in summary.stages.items()}
@@ -113,8 +113,8 @@ def _checked(arguments: MeasureArguments) -> Path:
     return picture
 
 
-def _measure(subject: Subject, arguments: MeasureArguments) -> tuple[dict[Knobs, Summary], float]:
-    """The figures, with a bar on stderr meanwhile, and the share of the time in which this process was at work."""
+def _measure(subject: MeasuredModel, arguments: MeasureArguments) -> tuple[dict[Knobs, LatencySummary], float]:
+    """The metrics, with a bar on stderr meanwhile, and the share of the time in which this process was at work."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -146,7 +146,7 @@ def _machine(arguments: MeasureArguments) -> str:
     return f"{here.cpu}{device}, {threads}, torch {here.torch}, {arguments.clock} clock"
 
 
-def _manner(arguments: MeasureArguments) -> str:
+def _describe_run(arguments: MeasureArguments) -> str:
     runs, tokens = arguments.runs, arguments.new_tokens
     return (
         f"batch 1, {tokens} token{'s' * (tokens > 1)} an answer; {runs} run{'s' * (runs > 1)} of each setting after"
@@ -158,7 +158,7 @@ def _warning(clock: str, processor_share: float) -> list[str]:
     """Other processes may have had the processor. With an accelerator, waiting is no sign of that."""
     import torch
 
-    if clock == "processor" or torch.accelerator.is_available() or processor_share > _QUIET:
+    if clock == "processor" or torch.accelerator.is_available() or processor_share > _IDLE_THRESHOLD:
         return []
     return [f"The machine was busy: this process ran for {processor_share:.0%} of the time. Its times are too long."]
 

@@ -12,14 +12,14 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from groupwise.latency.records import STAGES, Summary
+from groupwise.latency.records import STAGES, LatencySummary
 from groupwise.workloads.controller.model.knobs import Knobs
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def show(found: Mapping[Knobs, Summary], full: Knobs, *, title: str, notes: Sequence[str]) -> None:
+def show(found: Mapping[Knobs, LatencySummary], full: Knobs, *, title: str, notes: Sequence[str]) -> None:
     console = Console()
     console.print(f"{title}: milliseconds of one answer, measured", highlight=False)
     for note in notes:
@@ -30,11 +30,11 @@ def show(found: Mapping[Knobs, Summary], full: Knobs, *, title: str, notes: Sequ
         console.print(_table(by_experts, "top-k", f"By tier and top-k, {full.blocks} blocks"))
 
 
-def by_depth(found: Mapping[Knobs, Summary], full: Knobs) -> dict[Knobs, Summary]:
+def by_depth(found: Mapping[Knobs, LatencySummary], full: Knobs) -> dict[Knobs, LatencySummary]:
     return {knobs: summary for knobs, summary in found.items() if knobs.top_k == full.top_k}
 
 
-def by_top_k(found: Mapping[Knobs, Summary], full: Knobs) -> dict[Knobs, Summary]:
+def by_top_k(found: Mapping[Knobs, LatencySummary], full: Knobs) -> dict[Knobs, LatencySummary]:
     return {
         knobs: summary
         for knobs, summary in sorted(found.items(), key=lambda row: (_tiers(found).index(row[0].tier), row[0].top_k))
@@ -42,11 +42,11 @@ def by_top_k(found: Mapping[Knobs, Summary], full: Knobs) -> dict[Knobs, Summary
     }
 
 
-def _tiers(found: Mapping[Knobs, Summary]) -> list[str]:
+def _tiers(found: Mapping[Knobs, LatencySummary]) -> list[str]:
     return list(dict.fromkeys(knobs.tier for knobs in found))
 
 
-def _table(rows: Mapping[Knobs, Summary], knob: str, title: str) -> Table:
+def _table(rows: Mapping[Knobs, LatencySummary], knob: str, title: str) -> Table:
     table = Table(title=f"\n{title}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("tier")
     headings = [*(f"{stage}\np50" for stage in STAGES), "a step\np50", "total\np50", "total\np95", "total\nspread"]
@@ -75,7 +75,7 @@ _STAGE_COLOURS = dict(zip(STAGES, ("#4477aa", "#ee8866", "#bbcc33"), strict=True
 _TIER_LOOKS = (("#66aadd", "o"), ("#44aa77", "s"), ("#223355", "^"), ("#aa3377", "D"))
 
 
-def draw(found: Mapping[Knobs, Summary], full: Knobs, *, title: str, notes: Sequence[str], path: Path) -> None:
+def draw(found: Mapping[Knobs, LatencySummary], full: Knobs, *, title: str, notes: Sequence[str], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -96,7 +96,7 @@ def draw(found: Mapping[Knobs, Summary], full: Knobs, *, title: str, notes: Sequ
     figure.savefig(path)
 
 
-def _bars(axes: Axes, rows: Mapping[Knobs, Summary]) -> None:
+def _bars(axes: Axes, rows: Mapping[Knobs, LatencySummary]) -> None:
     """Medians of the stages, one on the other; a value that does not fit inside its piece stands beside it."""
     floor, highest = [0.0] * len(rows), max(summary.total.p50_ms for summary in rows.values())
     for stage in STAGES:
@@ -115,17 +115,17 @@ def _bars(axes: Axes, rows: Mapping[Knobs, Summary]) -> None:
     _finish(axes, max(floor), "milliseconds (p50)")
 
 
-def _lines(axes: Axes, rows: Mapping[Knobs, Summary], knob: str) -> None:
+def _lines(axes: Axes, rows: Mapping[Knobs, LatencySummary], knob: str) -> None:
     """One line a tier through the medians; whiskers reach up to p95."""
     tiers = list(dict.fromkeys(knobs.tier for knobs in rows))
     for nth, tier in reversed(list(enumerate(tiers))):
         points = {_value(knobs, knob): summary.total for knobs, summary in rows.items() if knobs.tier == tier}
         middle = [total.p50_ms for total in points.values()]
         above = [total.p95_ms - total.p50_ms for total in points.values()]
-        colour, marker = _TIER_LOOKS[nth % len(_TIER_LOOKS)]
+        color, marker = _TIER_LOOKS[nth % len(_TIER_LOOKS)]
         beside = [value + 0.06 * (nth - (len(tiers) - 1) / 2) for value in points]
         none = [0.0] * len(above)
-        axes.errorbar(beside, middle, [none, above], color=colour, marker=marker, elinewidth=1, capsize=2, label=tier)
+        axes.errorbar(beside, middle, [none, above], color=color, marker=marker, elinewidth=1, capsize=2, label=tier)
         axes.set_xticks(list(points))
     axes.set_xlabel(knob)
     _finish(axes, max(summary.total.p95_ms for summary in rows.values()), "milliseconds (p50, whiskers to p95)")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from groupwise.cli.arguments import parse, print_json
 from groupwise.core.errors import require
-from groupwise.core.shape import PLENTY, Shape
+from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,8 +51,8 @@ def run(words: list[str], as_json: bool) -> int:
     words = [word.replace("--conditions-per-step", "--conditions") for word in words]
     arguments = parse(PlaceArguments, words, prog="groupwise place")
     require(arguments.step >= 0, "step", arguments.step, "0 or more")
-    shape = Shape(
-        conditions=PLENTY if arguments.dataset is None else arguments.dataset,
+    shape = StepShape(
+        conditions=UNKNOWN_DATASET_SIZE if arguments.dataset is None else arguments.dataset,
         conditions_per_step=arguments.conditions,
         group_size=arguments.group_size,
         ranks=arguments.ranks,
@@ -75,12 +75,12 @@ def as_plain(placed: Placement) -> dict[str, Any]:
     """The whole placement as JSON values."""
     columns = {
         "rank": placed.rank,
-        "pass": placed.pass_,
+        "pass": placed.pass_index,
         "slot": placed.slot,
         "group": placed.group,
         "member": placed.member,
         "condition": placed.condition,
-        "gathered_at": placed.seat,
+        "gathered_at": placed.position,
     }
     rows = zip(*(column.tolist() for column in columns.values()), strict=True)
     rollouts = [dict(zip(columns, row, strict=True)) for row in rows]
@@ -144,7 +144,7 @@ def _map(placed: Placement) -> RenderableType:
     first = int(placed.group.min())
     for rank in range(min(shape.ranks, _MOST_LINES)):
         cells = []
-        for part in islice(placed.of(rank).passes(), _MOST_PASSES):
+        for part in islice(placed.rows_of(rank).passes(), _MOST_PASSES):
             cell = Text()
             shown = islice(zip((part.group - first).tolist(), part.member.tolist(), strict=True), _MOST_MEMBERS)
             for group, member in shown:
@@ -169,7 +169,9 @@ def _group_table(placed: Placement) -> RenderableType:
     for nth in range(min(len(touched), _MOST_LINES)):
         seats = (placed.group == first + nth).nonzero().flatten()
         seats = seats[placed.member[seats].argsort()]
-        where = zip(placed.rank[seats].tolist(), placed.pass_[seats].tolist(), placed.slot[seats].tolist(), strict=True)
+        where = zip(
+            placed.rank[seats].tolist(), placed.pass_index[seats].tolist(), placed.slot[seats].tolist(), strict=True
+        )
         table.add_row(
             label(nth),
             str(int(placed.condition[seats[0]])),

@@ -11,12 +11,12 @@ import tyro
 
 from groupwise.cli.arguments import parse, print_json, quiet_stdout, read_config
 from groupwise.core.errors import UserError, require
-from groupwise.core.shape import PLENTY, Shape
-from groupwise.core.units import parse_bytes, readable
+from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
+from groupwise.core.units import format_bytes, parse_bytes
 from groupwise.memory.architecture import read_architecture
 from groupwise.memory.plan import MemoryModel, make_plan
-from groupwise.memory.stages import Job
-from groupwise.workloads.chat.memory import LanguageMemory
+from groupwise.memory.stages import StepSpec
+from groupwise.workloads.chat.memory import ChatMemory
 
 if TYPE_CHECKING:
     from groupwise.training.config import Config
@@ -89,8 +89,9 @@ def run(words: list[str], as_json: bool) -> int:
     if not plan.fits:
         missing = plan.current.stages.peak - plan.device
         print(
-            f"groupwise: the plan does not fit: {readable(plan.current.stages.peak)} are needed on each rank and the"
-            f" device has {readable(plan.device)}, so {readable(missing)} are missing. The list says what to lower.",
+            f"groupwise: the plan does not fit: {format_bytes(plan.current.stages.peak)} are needed on each rank and"
+            f" the device has {format_bytes(plan.device)}, so {format_bytes(missing)} are missing. The list says"
+            " what to lower.",
             file=sys.stderr,
         )
     return 0 if plan.fits else 2
@@ -100,8 +101,8 @@ def _is_model(word: str) -> bool:
     return word.endswith(".json") or (Path(word) / "config.json").is_file()
 
 
-def _of_model(asked: ModelArguments, options: Options) -> tuple[MemoryModel, Job]:
-    model = LanguageMemory(
+def _of_model(asked: ModelArguments, options: Options) -> tuple[MemoryModel, StepSpec]:
+    model = ChatMemory(
         read_architecture(asked.model),
         asked.prompt_tokens,
         asked.completion_tokens,
@@ -111,14 +112,19 @@ def _of_model(asked: ModelArguments, options: Options) -> tuple[MemoryModel, Job
         checkpointing=asked.checkpointing,
         reference_copies=int(asked.kl and asked.lora_rank is None),
     )
-    shape = Shape(
-        PLENTY, asked.conditions_per_step, asked.group_size, options.ranks, asked.rows_per_pass, asked.placement
+    shape = StepShape(
+        UNKNOWN_DATASET_SIZE,
+        asked.conditions_per_step,
+        asked.group_size,
+        options.ranks,
+        asked.rows_per_pass,
+        asked.placement,
     )
-    return model, Job(shape, kl=asked.kl, sharded=options.sharded)
+    return model, StepSpec(shape, kl=asked.kl, sharded=options.sharded)
 
 
-def _of_recipe(config: Config, options: Options) -> tuple[MemoryModel, Job]:
-    model = config.workload.memory()
+def _of_recipe(config: Config, options: Options) -> tuple[MemoryModel, StepSpec]:
+    model = config.workload.memory_model()
     if model is None:
         raise UserError(
             f"{type(config.workload).__name__} says nothing about its memory (its method memory() returns None), so"
@@ -128,14 +134,14 @@ def _of_recipe(config: Config, options: Options) -> tuple[MemoryModel, Job]:
     return model, config.job(ranks=options.ranks, sharded=options.sharded)
 
 
-def _followed(config: Config | None, job: Job, options: Options, as_json: bool) -> dict[str, Any]:
+def _followed(config: Config | None, job: StepSpec, options: Options, as_json: bool) -> dict[str, Any]:
     """What a trace and a probe found, where they were asked for."""
     if config is None and (options.trace or options.probe):
         raise UserError("--trace and --probe follow a recipe's own code: name a recipe, not a config.json.")
     found: dict[str, Any] = {}
     if config is not None and options.trace:
         with quiet_stdout(as_json):
-            found["trace"] = config.workload.traced(job)
+            found["trace"] = config.workload.trace_memory(job)
     if config is not None and options.probe:
         from groupwise.training.probe import probe
 

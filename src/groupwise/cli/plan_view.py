@@ -13,47 +13,47 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.core.units import readable
-from groupwise.memory.plan import Plan, Setting, divisors
-from groupwise.memory.stages import FRAMEWORK
+from groupwise.core.units import format_bytes
+from groupwise.memory.plan import MemoryPlan, PlannedSetting, nearest_valid_values
+from groupwise.memory.stages import FRAMEWORK_PART
 
 _COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
 _BAR = 60
 
 
-def show(plan: Plan, checked: Mapping[str, Any], picture: Path | None) -> None:
+def show(plan: MemoryPlan, checked: Mapping[str, Any], picture: Path | None) -> None:
     console = Console(highlight=False)
     shape = plan.current.shape
     console.print(
         f"{shape.conditions_per_step} conditions x {shape.group_size} members on {shape.ranks} ranks, device"
-        f" {readable(plan.device)}; peak {readable(plan.current.stages.peak)} in {plan.current.stages.fullest}"
-        f" = {plan.current.utilisation:.0%}"
+        f" {format_bytes(plan.device)}; peak {format_bytes(plan.current.stages.peak)} in {plan.current.stages.fullest}"
+        f" = {plan.current.utilization:.0%}"
     )
     console.print(_parts(plan.current), _settings(plan), sep="\n")
     for name, found in plan.settings.items():
         console.print(_bar(name, found), soft_wrap=True)
     console.print(_legend(plan), soft_wrap=True)
-    console.print(f"\n{_loops(plan)}")
-    if plan.lower and (not plan.fits or plan.current.utilisation > 0.9):
+    console.print(f"\n{_explain_group_size(plan)}")
+    if plan.lower and (not plan.fits or plan.current.utilization > 0.9):
         console.print("\nWhat to lower first, each on top of those before:")
         for nth, step in enumerate(plan.lower, 1):
             console.print(f"  {nth}. {step}")
-    near = {name: values for name, values in divisors(shape).items() if values}
+    near = {name: values for name, values in nearest_valid_values(shape).items() if values}
     listed = "; ".join(f"{name} {' or '.join(map(str, values))}" for name, values in near.items())
     console.print(f"\nNearest that divide, one changed at a time: {listed}.")
     for kind, found_bytes in checked.items():
         for stage, size in found_bytes.items():
             parts = getattr(plan.current.stages, stage)
-            planned = sum(parts.values()) - parts[FRAMEWORK]
+            planned = sum(parts.values()) - parts[FRAMEWORK_PART]
             off = f"{planned / size - 1:+.1%}"
             console.print(
-                f"{kind} of the {stage}: {readable(size)}; planned, without margin: {readable(planned)} ({off})"
+                f"{kind} of the {stage}: {format_bytes(size)}; planned, without margin: {format_bytes(planned)} ({off})"
             )
     if picture is not None:
         console.print(f"Picture: {picture}")
 
 
-def _loops(plan: Plan) -> str:
+def _explain_group_size(plan: MemoryPlan) -> str:
     """What the numbers that are no memory knobs do."""
     grown = {name: peak / plan.current.stages.peak - 1 for name, peak in plan.doubled.items()}
     told = "; ".join(f"twice the {name}: {share:+.1%}" for name, share in grown.items())
@@ -65,7 +65,7 @@ def _loops(plan: Plan) -> str:
     )
 
 
-def _parts(setting: Setting) -> Table:
+def _parts(setting: PlannedSetting) -> Table:
     table = Table(title="Bytes by part, on each rank", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("part", "rollout", "update"):
         table.add_column(heading, justify="left" if heading == "part" else "right")
@@ -78,10 +78,10 @@ def _parts(setting: Setting) -> Table:
 
 
 def _size(size: int) -> str:
-    return readable(size) if size else "-"
+    return format_bytes(size) if size else "-"
 
 
-def _settings(plan: Plan) -> Table:
+def _settings(plan: MemoryPlan) -> Table:
     table = Table(title="Three settings", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("")
     for name in plan.settings:
@@ -91,8 +91,8 @@ def _settings(plan: Plan) -> Table:
         "rows_per_pass": [str(found.shape.rows_per_pass) for found in every],
         "conditions_per_step": [str(found.shape.conditions_per_step) for found in every],
         "group_size": [str(found.shape.group_size) for found in every],
-        "memory on each rank": [readable(found.stages.peak) for found in every],
-        "of the device": [f"{found.utilisation:.0%}" for found in every],
+        "memory on each rank": [format_bytes(found.stages.peak) for found in every],
+        "of the device": [f"{found.utilization:.0%}" for found in every],
         "rollouts per step": [str(found.shape.rollouts_per_step) for found in every],
         "passes per step": [str(found.shape.passes) for found in every],
         "what it buys": [_gain(found, passes, plan.current) for found in every],
@@ -102,7 +102,7 @@ def _settings(plan: Plan) -> Table:
     return table
 
 
-def _gain(found: Setting, passes: int, current: Setting) -> str:
+def _gain(found: PlannedSetting, passes: int, current: PlannedSetting) -> str:
     growth = found.shape.conditions_per_step // current.shape.conditions_per_step
     fewer = passes * growth / found.shape.passes
     told = [f"{fewer:.3g}x fewer passes"] if fewer > 1 else [f"{1 / fewer:.3g}x more passes"] if fewer < 1 else []
@@ -110,7 +110,7 @@ def _gain(found: Setting, passes: int, current: Setting) -> str:
     return ", ".join(told) or "-"
 
 
-def _bar(name: str, found: Setting) -> Text:
+def _bar(name: str, found: PlannedSetting) -> Text:
     """Parts side by side, the device's end marked; what does not fit goes beyond it."""
     parts = getattr(found.stages, found.stages.fullest)
     whole, text = max(found.device, found.stages.peak), Text(f"{name:<12}")
@@ -121,11 +121,11 @@ def _bar(name: str, found: Setting) -> Text:
         text.append("█" * (upto - drawn), style=_COLOURS[nth % len(_COLOURS)])
         drawn = max(drawn, upto)
     text.append("░" * (_BAR - drawn))
-    text.append(f" {found.utilisation:.0%}" + ("" if found.fits else "  does not fit"))
+    text.append(f" {found.utilization:.0%}" + ("" if found.fits else "  does not fit"))
     return text
 
 
-def _legend(plan: Plan) -> Text:
+def _legend(plan: MemoryPlan) -> Text:
     found = plan.current.stages
     text = Text(" " * 12)
     for nth, name in enumerate(getattr(found, found.fullest)):
@@ -147,7 +147,7 @@ _CHART_COLORS = (
 )
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: MemoryPlan, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -13,7 +13,7 @@ from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import require
 
 if TYPE_CHECKING:
-    from groupwise.latency.estimator import Estimator
+    from groupwise.latency.estimator import LatencyEstimator
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,14 @@ def run(words: list[str], as_json: bool) -> int:
         require(getattr(arguments, name) >= least, name, getattr(arguments, name), f"{least} or more")
     require(0.5 <= arguments.quantile < 1, "quantile", arguments.quantile, "from 0.5 to below 1")
     output = arguments.output or Path(f"estimator-{Path(arguments.model).name}.json")
-    from groupwise.dist.process import settle_in
-    from groupwise.workloads.controller.latency.source import profiled_estimator
+    from groupwise.dist.process import configure_process
+    from groupwise.workloads.controller.latency.source import fit_estimator
     from groupwise.workloads.controller.model.load import load_model
 
-    settle_in(arguments.threads)
+    configure_process(arguments.threads)
     with quiet_stdout(as_json):
         begun = time.perf_counter()
-        estimator = profiled_estimator(
+        estimator = fit_estimator(
             load_model(arguments.model, dtype="auto"),
             seconds=arguments.seconds,
             new_tokens=arguments.new_tokens,
@@ -63,15 +63,15 @@ def run(words: list[str], as_json: bool) -> int:
             quantile=arguments.quantile,
         )
         estimator.save(output)
-        figures = _figures(estimator, output, time.perf_counter() - begun)
+        metrics = _metrics(estimator, output, time.perf_counter() - begun)
     if as_json:
-        print_json(figures)
+        print_json(metrics)
     else:
-        _show(figures)
+        _show(metrics)
     return 0
 
 
-def _figures(estimator: Estimator, output: Path, seconds: float) -> dict[str, Any]:
+def _metrics(estimator: LatencyEstimator, output: Path, seconds: float) -> dict[str, Any]:
     import numpy as np
 
     off = np.abs(np.median(estimator.ratios) / estimator.ratios - 1)
@@ -86,10 +86,10 @@ def _figures(estimator: Estimator, output: Path, seconds: float) -> dict[str, An
     }
 
 
-def _show(figures: dict[str, Any]) -> None:
-    print(f"{figures['estimator']}: {figures['model']}")
+def _show(metrics: dict[str, Any]) -> None:
+    print(f"{metrics['estimator']}: {metrics['model']}")
     print(
-        f"{figures['answers']} answers measured in {figures['seconds']:.0f} s; estimates of settings and questions not"
-        f" seen are off by {figures['median_error']:.1%} in the median, the clock's own noise included"
+        f"{metrics['answers']} answers measured in {metrics['seconds']:.0f} s; estimates of settings and questions not"
+        f" seen are off by {metrics['median_error']:.1%} in the median, the clock's own noise included"
     )
-    print(f"high estimates: {figures['quantile']:.0%} of single answers stay under them")
+    print(f"high estimates: {metrics['quantile']:.0%} of single answers stay under them")

@@ -12,7 +12,7 @@ from groupwise.cli.arguments import print_json, quiet_stdout, read_config
 from groupwise.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from groupwise.training.run import Summary
+    from groupwise.training.run import RunSummary
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -38,7 +38,7 @@ def run(words: list[str], as_json: bool) -> int:
     return 130 if summary.interrupted else 0
 
 
-def _show(summary: Summary) -> None:
+def _show(summary: RunSummary) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -52,10 +52,10 @@ def _show(summary: Summary) -> None:
     console = Console(file=sys.stdout)
     console.print(table)
     rewards = [entry["reward"] for entry in RunFolder(summary.run_dir).metrics() if entry["reward"] is not None]
-    console.print(f"reward by step  {curve(rewards)}", highlight=False)
+    console.print(f"reward by step  {sparkline(rewards)}", highlight=False)
 
 
-def curve(values: Sequence[float], width: int = 48) -> str:
+def sparkline(values: Sequence[float], width: int = 48) -> str:
     """A line of blocks from the lowest to the highest value, each the mean of a stretch of steps."""
     stretches = min(width, len(values))
     means = [mean(values[n * len(values) // stretches : (n + 1) * len(values) // stretches]) for n in range(stretches)]

@@ -12,7 +12,7 @@ from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages
 
 
-def compare(
+def compute_advantages(
     rewards: Rewards, group_ids: Int64[Tensor, " rollouts"], config: AdvantageConfig | None = None
 ) -> Advantages:
     """Advantages of rollouts, or of each decision where decisions have rewards of their own.
@@ -20,17 +20,17 @@ def compare(
     Decision d is compared with its siblings' decision d, by total + its own reward; one without spread or without a
     reward is left out, a rollout only with all of its decisions.
     """
-    if rewards.by_decision is None:
+    if rewards.per_decision is None:
         return group_advantages(rewards.total, group_ids, config)
-    columns = [group_advantages(rewards.total + own, group_ids, config) for own in rewards.by_decision.unbind(1)]
+    columns = [group_advantages(rewards.total + own, group_ids, config) for own in rewards.per_decision.unbind(1)]
     trained = torch.stack([each.trained for each in columns], dim=1)
-    moving = Groups.of(group_ids).table(trained.any(1).double(), fill=0.0).any(1)
+    has_spread = Groups.of(group_ids).to_table(trained.any(1).double(), fill=0.0).any(1)
     return Advantages(
         values=torch.stack([each.values for each in columns], dim=1),
         trained=trained.any(1),
         groups=columns[0].groups,
-        zero_spread_groups=int((~moving).sum()),
-        trained_decisions=trained,
+        zero_spread_groups=int((~has_spread).sum()),
+        trained_mask=trained,
     )
 
 
@@ -43,12 +43,12 @@ def group_advantages(
 
     group_std      (r - mean) / (std of the group + eps)   Shao et al., DeepSeekMath, arXiv 2402.03300
     batch_std      (r - mean) / (std of the step + eps)    Liu et al., Lite PPO, arXiv 2508.08221
-    centred        r - mean                                Liu et al., Dr. GRPO, arXiv 2503.20783
+    centered        r - mean                                Liu et al., Dr. GRPO, arXiv 2503.20783
     leave_one_out  r - mean of the other members           Ahmadian et al., RLOO, arXiv 2402.14740
     """
     config = config or AdvantageConfig()
     groups = Groups.of(group_ids)
-    table = groups.table(rewards.double())
+    table = groups.to_table(rewards.double())
     present = ~table.isnan()
     members = present.sum(1, keepdim=True)
     mean = table.nansum(1, keepdim=True) / members.clamp(min=1)
@@ -59,9 +59,9 @@ def group_advantages(
     trained = present & has_spread
     values = torch.where(trained, values, torch.zeros_like(values))
     return Advantages(
-        values=groups.rows(values).to(rewards.dtype),
-        trained=groups.rows(trained),
-        groups=groups.count,
+        values=groups.to_rows(values).to(rewards.dtype),
+        trained=groups.to_rows(trained),
+        groups=groups.num_groups,
         zero_spread_groups=int((~has_spread).sum()),
     )
 
@@ -75,7 +75,7 @@ def _has_spread(table: Tensor) -> Tensor:
 
 def _scale(table: Tensor, mean: Tensor, members: Tensor, config: AdvantageConfig) -> Tensor:
     one = torch.ones_like(mean)
-    if config.kind == "centred":
+    if config.kind == "centered":
         return one
     if config.kind == "leave_one_out":
         return one * members / (members - 1).clamp(min=1)

@@ -27,7 +27,7 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    kind: Literal["group_std", "batch_std", "centred", "leave_one_out"] = "group_std"
+    kind: Literal["group_std", "batch_std", "centered", "leave_one_out"] = "group_std"
     """How far a rollout beats its siblings: (r - mean) / std of its group; the same with the std of the whole step;
     r - mean; or r - mean of the other members."""
     eps: float = 1e-6

@@ -18,7 +18,7 @@ _ROUNDS = 12
 _EPOCH_SALT = 0x65706F6368  # "epoch": keeps these numbers apart from those of the rollouts
 
 
-def conditions_of_step(seed: int, step: int, *, conditions: int, per_step: int) -> Int64[Tensor, " per_step"]:
+def draw_conditions(seed: int, step: int, *, conditions: int, per_step: int) -> Int64[Tensor, " per_step"]:
     """The step's conditions, all different; over an epoch each condition comes exactly once.
 
     A step that begins in one epoch may end in the next. Where the new epoch's opening would repeat a condition of that
@@ -28,25 +28,25 @@ def conditions_of_step(seed: int, step: int, *, conditions: int, per_step: int) 
     places = torch.arange(first, first + per_step)
     epochs = places // conditions
     old, new = int(epochs[0]), int(epochs[-1])
-    drawn = _order_of_epoch(seed, old, places[epochs == old] % conditions, conditions, per_step)
+    drawn = _epoch_order(seed, old, places[epochs == old] % conditions, conditions, per_step)
     if new == old:
         return drawn
-    opening = _order_of_epoch(seed, new, places[epochs == new] % conditions, conditions, per_step)
+    opening = _epoch_order(seed, new, places[epochs == new] % conditions, conditions, per_step)
     return torch.cat([drawn, opening])
 
 
-def _order_of_epoch(seed: int, epoch: int, places: Tensor, conditions: int, per_step: int) -> Tensor:
+def _epoch_order(seed: int, epoch: int, places: Tensor, conditions: int, per_step: int) -> Tensor:
     """Conditions at the given places of one epoch, after the exchange at its opening."""
     order = keyed_permutation(places, conditions, seed, epoch)
     carried = epoch * conditions % per_step  # rows of the straddling step that the epoch before has filled
     if carried and int(places[0]) < per_step:
-        opening = _exchanged_opening(seed, epoch, conditions, per_step, carried)
+        opening = _swap_repeats(seed, epoch, conditions, per_step, carried)
         early = places < per_step
         order[early] = opening[places[early]]
     return order
 
 
-def _exchanged_opening(seed: int, epoch: int, conditions: int, per_step: int, carried: int) -> Tensor:
+def _swap_repeats(seed: int, epoch: int, conditions: int, per_step: int, carried: int) -> Tensor:
     tail = torch.arange(conditions - carried, conditions)
     taken = keyed_permutation(tail, conditions, seed, epoch - 1)
     opening = keyed_permutation(torch.arange(per_step), conditions, seed, epoch)

@@ -13,7 +13,7 @@ _NUMBERS = {
     "str": (str,),
 }
 
-_SHORTAGES = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "alloc_failed")
+_OOM_MESSAGES = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "alloc_failed")
 """Words of a failed allocation, as torch, its libraries and the system put it."""
 
 
@@ -32,7 +32,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
         seen.add(id(error))
         named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
         text = str(error).lower()
-        if named or (isinstance(error, RuntimeError | OSError) and any(words in text for words in _SHORTAGES)):
+        if named or (isinstance(error, RuntimeError | OSError) and any(words in text for words in _OOM_MESSAGES)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -1,4 +1,4 @@
-"""Rows of any order as a table with one line a group. Siblings are found by id, never by position.
+"""Rows of any order as a table with one row a group. Siblings are found by id, never by position.
 A group is its id: made from the condition's content, carried with the data, never worked out from position.
 """
 
@@ -18,35 +18,34 @@ from groupwise.core.errors import UserError
 class Groups:
     """Where each row stands in a [groups, members] table."""
 
-    line: Int64[Tensor, " rows"]
-    place: Int64[Tensor, " rows"]
-    count: int
-    widest: int
+    group_index: Int64[Tensor, " rows"]
+    member_index: Int64[Tensor, " rows"]
+    num_groups: int
+    max_members: int
 
     @staticmethod
     def of(group_ids: Int64[Tensor, " rows"]) -> Groups:
-        _, line, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
-        by_line = torch.argsort(line, stable=True)
+        _, group_index, sizes = torch.unique(group_ids, return_inverse=True, return_counts=True)
+        by_group = torch.argsort(group_index, stable=True)
         starts = torch.cumsum(sizes, 0) - sizes
-        place = torch.empty_like(line)
-        place[by_line] = torch.arange(len(line), device=line.device) - starts[line[by_line]]
-        return Groups(line, place, len(sizes), int(sizes.max()) if len(sizes) else 0)
+        member_index = torch.empty_like(group_index)
+        member_index[by_group] = (
+            torch.arange(len(group_index), device=group_index.device) - starts[group_index[by_group]]
+        )
+        return Groups(group_index, member_index, len(sizes), int(sizes.max()) if len(sizes) else 0)
 
-    def table(self, values: Float[Tensor, " rows"], *, fill: float = torch.nan) -> Float[Tensor, "groups members"]:
+    def to_table(self, values: Float[Tensor, " rows"], *, fill: float = torch.nan) -> Float[Tensor, "groups members"]:
         """The values by group; `fill` where a group has fewer members than the widest."""
-        empty = torch.full((self.count, self.widest), fill, dtype=values.dtype, device=values.device)
-        return empty.index_put((self.line, self.place), values)
+        empty = torch.full((self.num_groups, self.max_members), fill, dtype=values.dtype, device=values.device)
+        return empty.index_put((self.group_index, self.member_index), values)
 
-    def rows(self, table: Shaped[Tensor, "groups members"]) -> Shaped[Tensor, " rows"]:
+    def to_rows(self, table: Shaped[Tensor, "groups members"]) -> Shaped[Tensor, " rows"]:
         """Back to one value a row, in the rows' own order."""
-        return table[self.line, self.place]
+        return table[self.group_index, self.member_index]
 
 
-Content = str | bytes | int | float | Tensor | None
-
-
-def group_id(condition: int, *content: Content) -> int:
-    """An int64 made from everything the condition consists of, and from its index in the dataset.
+def group_id(condition: int, *content: object) -> int:
+    """An int64 made from everything the condition consists of (strings, bytes, numbers, tensors, None), and its index.
 
     The index keeps two equal dataset rows apart. The content gives away a condition that was redrawn for one of its
     members: that member's id differs, and `check_groups` says so.
@@ -78,7 +77,7 @@ def check_groups(placed: Int64[Tensor, " rollouts"], group_ids: Int64[Tensor, " 
         )
 
 
-def _as_bytes(part: Content) -> bytes:
+def _as_bytes(part: object) -> bytes:
     if isinstance(part, bytes):
         return part
     if isinstance(part, Tensor):

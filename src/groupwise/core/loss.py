@@ -13,10 +13,10 @@ from torch.nn.functional import logsigmoid
 
 from groupwise.core.groups import Groups
 
-Decisions = Float[Tensor, "rows decisions"]
+PerDecision = Float[Tensor, "rows decisions"]
 Mask = Bool[Tensor, "rows decisions"]
 PerRow = Float[Tensor, " rows"]
-Strengths = PerRow | Decisions
+AdvantageLike = PerRow | PerDecision
 """How hard each row is pushed, or each of its decisions."""
 Denominator = float | PerRow
 
@@ -34,9 +34,9 @@ def denominators(mask: Mask, kind: str, *, decisions: int, rollouts: int, consta
 
 
 def clipped_surrogate(
-    logp: Decisions,
-    old_logp: Decisions,
-    advantages: Strengths,
+    logp: PerDecision,
+    old_logp: PerDecision,
+    advantages: AdvantageLike,
     mask: Mask,
     *,
     denominator: Denominator,
@@ -47,14 +47,14 @@ def clipped_surrogate(
 
     Per rollout the ratio is the geometric mean over its decisions (GSPO: Zheng et al., arXiv 2507.18071).
     """
-    ratio = probability_ratio(logp, old_logp, mask, per_rollout=per_rollout)
+    ratio = importance_ratio(logp, old_logp, mask, per_rollout=per_rollout)
     gain = per_decision(advantages).to(logp)
     low, high = clip
     surrogate = torch.minimum(ratio * gain, ratio.clamp(1 - low, 1 + high) * gain)
     return -masked_sum(surrogate, mask, denominator)
 
 
-def probability_ratio(logp: Decisions, old_logp: Decisions, mask: Mask, *, per_rollout: bool = False) -> Decisions:
+def importance_ratio(logp: PerDecision, old_logp: PerDecision, mask: Mask, *, per_rollout: bool = False) -> PerDecision:
     """How much likelier each decision (or rollout) has become; 1 where masked."""
     change = torch.where(mask, logp - old_logp, torch.zeros_like(logp))
     if per_rollout:
@@ -62,13 +62,13 @@ def probability_ratio(logp: Decisions, old_logp: Decisions, mask: Mask, *, per_r
     return change.exp()
 
 
-def per_decision(strengths: Strengths) -> Tensor:
+def per_decision(strengths: AdvantageLike) -> Tensor:
     """Of a shape that meets [rows, decisions]."""
     return strengths if strengths.ndim == 2 else strengths[:, None]
 
 
 def policy_gradient(
-    logp: Decisions, advantages: Strengths, mask: Mask, *, denominator: Denominator
+    logp: PerDecision, advantages: AdvantageLike, mask: Mask, *, denominator: Denominator
 ) -> Float[Tensor, ""]:
     """-A logp: Williams, "Simple statistical gradient-following algorithms", 1992."""
     return -masked_sum(logp * per_decision(advantages).to(logp), mask, denominator)
@@ -79,9 +79,9 @@ def pairwise_ranking(
 ) -> Float[Tensor, ""]:
     """-log sigmoid(logp_i - logp_j), summed over the ordered pairs of each group in which i earned more than j."""
     groups = Groups.of(group_ids)
-    table = groups.table(logp, fill=0.0)
+    table = groups.to_table(logp, fill=0.0)
     losses = -logsigmoid(table[:, :, None] - table[:, None, :])
-    better = _better(groups.table(rewards))
+    better = _better(groups.to_table(rewards))
     return torch.where(better, losses, torch.zeros_like(losses)).sum() / denominator
 
 
@@ -92,26 +92,26 @@ def ranking_pulls(logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows
     ranking loss, though a row's siblings may stand in another pass or on another rank.
     """
     groups = Groups.of(group_ids)
-    table = groups.table(logp.detach(), fill=0.0)
-    doubt = torch.sigmoid(table[:, None, :] - table[:, :, None])  # 1 - sigmoid(logp_i - logp_j)
-    pulls = torch.where(_better(groups.table(rewards)), doubt, torch.zeros_like(doubt))
-    return groups.rows(pulls.sum(2) - pulls.sum(1))
+    table = groups.to_table(logp.detach(), fill=0.0)
+    loss_probability = torch.sigmoid(table[:, None, :] - table[:, :, None])  # 1 - sigmoid(logp_i - logp_j)
+    weights = torch.where(_better(groups.to_table(rewards)), loss_probability, torch.zeros_like(loss_probability))
+    return groups.to_rows(weights.sum(2) - weights.sum(1))
 
 
 def count_pairs(rewards: PerRow, group_ids: Int64[Tensor, " rows"]) -> int:
     """Ordered pairs in which one sibling earned more than the other; ties and missing rewards make none."""
-    return int(_better(Groups.of(group_ids).table(rewards)).sum())
+    return int(_better(Groups.of(group_ids).to_table(rewards)).sum())
 
 
 def kl_to_reference(
-    logp: Decisions, reference_logp: Decisions, mask: Mask, *, denominator: Denominator
+    logp: PerDecision, reference_logp: PerDecision, mask: Mask, *, denominator: Denominator
 ) -> Float[Tensor, ""]:
     """exp(ref - logp) - (ref - logp) - 1: the k3 estimator (Schulman, "Approximating KL divergence", 2020)."""
     gap = torch.where(mask, reference_logp.detach() - logp, torch.zeros_like(logp))
     return masked_sum(gap.exp() - gap - 1, mask, denominator)
 
 
-def masked_sum(values: Decisions, mask: Mask, denominator: Denominator) -> Float[Tensor, ""]:
+def masked_sum(values: PerDecision, mask: Mask, denominator: Denominator) -> Float[Tensor, ""]:
     """Sum over the decisions that count, each row divided by its denominator. What a mask hides may be NaN."""
     kept = torch.where(mask, values, torch.zeros_like(values)).sum(1)
     if isinstance(denominator, Tensor):

@@ -1,7 +1,7 @@
 """Which member of which group runs on which rank, in which pass: a pure function, the same on every rank.
 
-A *seat* is a place in a rank-major gather: seat = rank x rollouts_per_rank + pass x rows_per_pass + slot. A placement
-sends every rollout (numbered group by group) to a seat; all else follows from that.
+A *position* is a place in a rank-major gather: position = rank x rollouts_per_rank + pass x rows_per_pass + slot. A
+placement sends every rollout (numbered group by group) to a position; all else follows from that.
 """
 
 from __future__ import annotations
@@ -14,35 +14,35 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from groupwise.core.epochs import conditions_of_step
+from groupwise.core.epochs import draw_conditions
 from groupwise.core.errors import UserError
 from groupwise.core.randomness import normal, random_bits, uniform
-from groupwise.core.shape import KINDS, Shape
+from groupwise.core.shape import PLACEMENTS, StepShape
 
-_SEAT_SALT = 0x73656174  # "seat"
+_PLACEMENT_SALT = 0x73656174
 
-Seats = Int64[Tensor, " rollouts"]
-SeatFunction = Callable[[Shape, int, int], Seats]
+Positions = Int64[Tensor, " rollouts"]
+PlacementFunction = Callable[[StepShape, int, int], Positions]
 
 
-def whole(shape: Shape, seed: int, step: int) -> Seats:
+def whole(shape: StepShape, seed: int, step: int) -> Positions:
     """Each group on one rank: group-wise rewards and shared prefixes need it."""
     return torch.arange(shape.rollouts_per_step)
 
 
-def spread(shape: Shape, seed: int, step: int) -> Seats:
+def spread(shape: StepShape, seed: int, step: int) -> Positions:
     """Members dealt to the ranks in turn: a condition's members run side by side, as evenly as can be."""
     rollout = torch.arange(shape.rollouts_per_step)
     return rollout % shape.ranks * shape.rollouts_per_rank + rollout // shape.ranks
 
 
-def shuffled(shape: Shape, seed: int, step: int) -> Seats:
+def shuffled(shape: StepShape, seed: int, step: int) -> Positions:
     """The k-repeat sampler: every condition group_size times, in random order over ranks and passes."""
-    return random_bits(_SEAT_SALT, seed, step, torch.arange(shape.rollouts_per_step)).argsort()
+    return random_bits(_PLACEMENT_SALT, seed, step, torch.arange(shape.rollouts_per_step)).argsort()
 
 
 @dataclass(frozen=True)
-class Rows:
+class RolloutRows:
     """Some rollouts to run, each with the key of its random numbers."""
 
     seed: int
@@ -69,18 +69,20 @@ class Rows:
     def _keys(self) -> tuple[int, int, Tensor, Tensor]:
         return self.seed, self.step, self.group[:, None], self.member[:, None]
 
-    def passes(self) -> Iterator[Rows]:
+    def passes(self) -> Iterator[RolloutRows]:
         """These rows in cuts of `rows_per_pass`."""
         for start in range(0, len(self), self.rows_per_pass):
             cut = slice(start, start + self.rows_per_pass)
-            yield Rows(self.seed, self.step, self.rows_per_pass, self.group[cut], self.member[cut], self.condition[cut])
+            yield RolloutRows(
+                self.seed, self.step, self.rows_per_pass, self.group[cut], self.member[cut], self.condition[cut]
+            )
 
 
 @dataclass(frozen=True)
 class Placement:
-    """One step's rollouts in seat order, which is the order of a rank-major gather."""
+    """One step's rollouts in position order, which is the order of a rank-major gather."""
 
-    shape: Shape
+    shape: StepShape
     seed: int
     step: int
     group: Int64[Tensor, " rollouts"]
@@ -93,25 +95,25 @@ class Placement:
         return len(self.group) // self.shape.rollouts_per_step
 
     @property
-    def seat(self) -> Seats:
+    def position(self) -> Positions:
         return torch.arange(self.shape.rollouts_per_step)
 
     @property
     def rank(self) -> Int64[Tensor, " rollouts"]:
-        return self.seat // self.shape.rollouts_per_rank
+        return self.position // self.shape.rollouts_per_rank
 
     @property
-    def pass_(self) -> Int64[Tensor, " rollouts"]:
-        return self.seat % self.shape.rollouts_per_rank // self.shape.rows_per_pass
+    def pass_index(self) -> Int64[Tensor, " rollouts"]:
+        return self.position % self.shape.rollouts_per_rank // self.shape.rows_per_pass
 
     @property
     def slot(self) -> Int64[Tensor, " rollouts"]:
-        return self.seat % self.shape.rows_per_pass
+        return self.position % self.shape.rows_per_pass
 
-    def of(self, rank: int) -> Rows:
+    def rows_of(self, rank: int) -> RolloutRows:
         """What one rank runs, pass after pass."""
         share = slice(rank * self.shape.rollouts_per_rank, (rank + 1) * self.shape.rollouts_per_rank)
-        return Rows(
+        return RolloutRows(
             self.seed,
             self.step,
             self.shape.rows_per_pass,
@@ -126,47 +128,47 @@ class Placement:
         return torch.bincount(pairs // self.shape.ranks)
 
 
-def place(shape: Shape, *, seed: int, step: int, nth: int = 0, rounds: int = 1) -> Placement:
+def place(shape: StepShape, *, seed: int, step: int, round_index: int = 0, rounds: int = 1) -> Placement:
     """The placement of any step, asked for directly. A step may have further rounds with conditions of their own: all
     of its rounds together draw no condition twice.
     """
-    drawn = conditions_of_step(seed, step, conditions=shape.conditions, per_step=rounds * shape.conditions_per_step)
-    conditions = drawn[nth * shape.conditions_per_step :][: shape.conditions_per_step]
-    first = step * rounds + nth
-    seats = _seats(shape, seed, first)
-    _check_is_permutation(seats, shape)
-    rollout = torch.empty_like(seats)
-    rollout[seats] = torch.arange(shape.rollouts_per_step)
+    drawn = draw_conditions(seed, step, conditions=shape.conditions, per_step=rounds * shape.conditions_per_step)
+    conditions = drawn[round_index * shape.conditions_per_step :][: shape.conditions_per_step]
+    first = step * rounds + round_index
+    positions = _positions(shape, seed, first)
+    _check_is_permutation(positions, shape)
+    rollout = torch.empty_like(positions)
+    rollout[positions] = torch.arange(shape.rollouts_per_step)
     nth_group, member = rollout // shape.group_size, rollout % shape.group_size
     group = first * shape.conditions_per_step + nth_group
     return Placement(shape, seed, step, group, member, conditions[nth_group])
 
 
-def _seats(shape: Shape, seed: int, step: int) -> Seats:
-    function = _seat_function(shape.kind)
-    if shape.kind in KINDS:
+def _positions(shape: StepShape, seed: int, step: int) -> Positions:
+    function = _placement_function(shape.kind)
+    if shape.kind in PLACEMENTS:
         return function(shape, seed, step)
     try:
         return torch.as_tensor(function(shape, seed, step))
     except Exception as error:
         raise UserError(
             f"placement '{shape.kind}' raised {type(error).__name__}: {error}. It is called with (shape, seed,"
-            " step) and returns a seat for every rollout."
+            " step) and returns a position for every rollout."
         ) from error
 
 
-def _seat_function(kind: str) -> SeatFunction:
+def _placement_function(kind: str) -> PlacementFunction:
     """One of the three, or a user's own as `module:function`."""
-    if kind in KINDS:
+    if kind in PLACEMENTS:
         return {"whole": whole, "spread": spread, "shuffled": shuffled}[kind]
     module, _, function = kind.partition(":")
     if not function:
         raise UserError(
-            f"placement is '{kind}': it must be one of {', '.join(KINDS)}, or a function of your own written as"
-            " 'module:function' that takes (shape, seed, step) and returns a seat for every rollout."
+            f"placement is '{kind}': it must be one of {', '.join(PLACEMENTS)}, or a function of your own written as"
+            " 'module:function' that takes (shape, seed, step) and returns a position for every rollout."
         )
     try:
-        found: SeatFunction = getattr(importlib.import_module(module), function)
+        found: PlacementFunction = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise UserError(
             f"placement is '{kind}', which cannot be imported ({error}). Check the spelling, and that the module is"
@@ -175,12 +177,12 @@ def _seat_function(kind: str) -> SeatFunction:
     return found
 
 
-def _check_is_permutation(seats: Tensor, shape: Shape) -> None:
+def _check_is_permutation(positions: Tensor, shape: StepShape) -> None:
     """Built-in placements are permutations by construction; a user's own has to be shown to be one."""
     rollouts = shape.rollouts_per_step
-    in_range = seats.shape == (rollouts,) and bool(((seats >= 0) & (seats < rollouts)).all())
-    if not in_range or len(torch.unique(seats)) < rollouts:
+    in_range = positions.shape == (rollouts,) and bool(((positions >= 0) & (positions < rollouts)).all())
+    if not in_range or len(torch.unique(positions)) < rollouts:
         raise UserError(
-            f"placement '{shape.kind}' does not give each of the {rollouts} rollouts a seat of its own: it must return"
-            f" every number from 0 to {rollouts - 1} exactly once."
+            f"placement '{shape.kind}' does not give each of the {rollouts} rollouts a position of its own: it must"
+            f" return every number from 0 to {rollouts - 1} exactly once."
         )

@@ -11,26 +11,36 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-Key = int | Tensor
+RandomKey = int | Tensor
 
 
 def uniform(
-    seed: Key, step: Key, group: Key, member: Key, decision: Key = 0, element: Key = 0
+    seed: RandomKey,
+    step: RandomKey,
+    group: RandomKey,
+    member: RandomKey,
+    decision: RandomKey = 0,
+    element: RandomKey = 0,
 ) -> Float[Tensor, "*batch"]:
     """Numbers in [0, 1), in float64; the keys broadcast against each other."""
     return to_uniform(random_bits(seed, step, group, member, decision, element))
 
 
 def normal(
-    seed: Key, step: Key, group: Key, member: Key, decision: Key = 0, element: Key = 0
+    seed: RandomKey,
+    step: RandomKey,
+    group: RandomKey,
+    member: RandomKey,
+    decision: RandomKey = 0,
+    element: RandomKey = 0,
 ) -> Float[Tensor, "*batch"]:
     """Standard normal numbers, in float64, by the inverse of the normal distribution function."""
     return to_normal(random_bits(seed, step, group, member, decision, element))
 
 
-def random_bits(*keys: Key) -> Int64[Tensor, "*batch"]:
+def random_bits(*keys: RandomKey) -> Int64[Tensor, "*batch"]:
     """64 random bits for every combination of the (broadcast) keys; the order of the keys matters."""
-    state: Key = 0
+    state: RandomKey = 0
     for position, key in enumerate(keys, start=1):
         own = key.to(device="cpu", dtype=torch.int64) if isinstance(key, Tensor) else key
         state = _mix(_wrap(state * _GOLDEN) + _mix(_wrap(own + _signed(position * _GOLDEN))))
@@ -48,19 +58,19 @@ def to_normal(bits: Int64[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
     return torch.special.ndtri(middles)
 
 
-def _mix(x: Key) -> Key:
+def _mix(x: RandomKey) -> RandomKey:
     """SplitMix64's finaliser, on integers or on whole tensors of them."""
     x = _wrap((x ^ _shift_right(x, 30)) * _MIX_1)
     x = _wrap((x ^ _shift_right(x, 27)) * _MIX_2)
     return _wrap(x ^ _shift_right(x, 31))
 
 
-def _shift_right(x: Key, bits: int) -> Key:
+def _shift_right(x: RandomKey, bits: int) -> RandomKey:
     """Logical shift: the plain one fills with the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _wrap(x: Key) -> Key:
+def _wrap(x: RandomKey) -> RandomKey:
     """Tensors overflow by themselves; Python's integers have to be told."""
     return x if isinstance(x, Tensor) else _signed(x)
 

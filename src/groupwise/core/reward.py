@@ -10,7 +10,7 @@ from torch import Tensor
 
 from groupwise.core.config import RewardConfig
 from groupwise.core.errors import UserError
-from groupwise.core.types import Terms
+from groupwise.core.types import RewardTerms
 
 
 @dataclass(frozen=True)
@@ -19,43 +19,46 @@ class Rewards:
 
     total: Float[Tensor, " rollouts"]
     """NaN where a term that carries weight is missing: a sum without it could not be compared with its siblings'."""
-    terms: Terms
+    terms: RewardTerms
     missing: int
-    by_decision: Float[Tensor, "rollouts decisions"] | None = None
+    per_decision: Float[Tensor, "rollouts decisions"] | None = None
     """What each decision earned on top of its rollout's total; None where decisions have no rewards of their own."""
 
 
-def weigh(terms: Terms, config: RewardConfig) -> Rewards:
+def weigh(terms: RewardTerms, config: RewardConfig) -> Rewards:
     """The weighted sum of a step's terms; refused when too many rollouts have none."""
     _check_names(terms, config)
-    rows = len(next(iter(terms.values.values())))
+    rows = len(next(iter(terms.per_rollout.values())))
     total = torch.zeros(rows, dtype=torch.float64)
-    for name, values in terms.values.items():
+    for name, values in terms.per_rollout.items():
         weight = config.weights.get(name, 1.0)
         if weight:
             total = total + weight * values.cpu().double()
     total = total.masked_fill(~total.isfinite(), torch.nan)
-    by_decision = _weigh_steps(terms, config)
-    without = total.isnan() if by_decision is None else total.isnan() | by_decision.isnan().all(1)
+    per_decision = _weigh_decisions(terms, config)
+    without = total.isnan() if per_decision is None else total.isnan() | per_decision.isnan().all(1)
     missing = int(without.sum())
     if missing > config.max_missing_share * rows:
         raise UserError(_too_many_missing(terms, missing, rows, config))
-    return Rewards(total, terms, missing, by_decision)
+    return Rewards(total, terms, missing, per_decision)
 
 
-def _weigh_steps(terms: Terms, config: RewardConfig) -> Float[Tensor, "rollouts decisions"] | None:
-    weights = {name: config.weights.get(name, 1.0) for name in terms.steps}
-    counted = [weight * terms.steps[name].cpu().double() for name, weight in weights.items() if weight]
+def _weigh_decisions(terms: RewardTerms, config: RewardConfig) -> Float[Tensor, "rollouts decisions"] | None:
+    weights = {name: config.weights.get(name, 1.0) for name in terms.per_decision}
+    counted = [weight * terms.per_decision[name].cpu().double() for name, weight in weights.items() if weight]
     if not counted:
         return None
     total = torch.stack(counted).sum(0)
     return total.masked_fill(~total.isfinite(), torch.nan)
 
 
-def term_statistics(terms: Terms) -> dict[str, float]:
+def term_statistics(terms: RewardTerms) -> dict[str, float]:
     """Mean, std and missing share of each term, over the rows that have it."""
     statistics = {}
-    for name, values in {**terms.values, **{name: each.flatten() for name, each in terms.steps.items()}}.items():
+    for name, values in {
+        **terms.per_rollout,
+        **{name: each.flatten() for name, each in terms.per_decision.items()},
+    }.items():
         present = values[~values.isnan()].double()
         statistics[f"reward/{name}"] = present.mean().item() if len(present) else float("nan")
         statistics[f"reward/{name}/std"] = present.std(correction=0).item() if len(present) else float("nan")
@@ -63,21 +66,21 @@ def term_statistics(terms: Terms) -> dict[str, float]:
     return statistics
 
 
-def _check_names(terms: Terms, config: RewardConfig) -> None:
-    if not terms.values:
+def _check_names(terms: RewardTerms, config: RewardConfig) -> None:
+    if not terms.per_rollout:
         raise UserError("The workload gives no reward term: rewards() must return at least one named term.")
-    both = sorted(set(terms.values) & set(terms.steps))
+    both = sorted(set(terms.per_rollout) & set(terms.per_decision))
     if both:
         raise UserError(f"'{both[0]}' names a reward of rollouts and one of decisions: give them different names.")
-    unknown = sorted(set(config.weights) - set(terms.values) - set(terms.steps))
+    unknown = sorted(set(config.weights) - set(terms.per_rollout) - set(terms.per_decision))
     if unknown:
         raise UserError(
             f"reward.weights names '{unknown[0]}', which is not a reward of this workload. It has:"
-            f" {', '.join([*terms.values, *terms.steps])}."
+            f" {', '.join([*terms.per_rollout, *terms.per_decision])}."
         )
 
 
-def _too_many_missing(terms: Terms, missing: int, rows: int, config: RewardConfig) -> str:
+def _too_many_missing(terms: RewardTerms, missing: int, rows: int, config: RewardConfig) -> str:
     why = "; ".join(f"{name}: {reason}" for name, reason in terms.failures.items())
     return (
         f"{missing} of {rows} rollouts of this step have no reward, more than reward.max_missing_share"

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from groupwise.core.errors import UserError
 
-KINDS = ("whole", "spread", "shuffled")
-PLENTY = 10**12
+PLACEMENTS = ("whole", "spread", "shuffled")
+UNKNOWN_DATASET_SIZE = 10**12
 """Conditions of a dataset that is not known yet: never too few."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class StepShape:
     """How many of everything a step has. An impossible combination is refused when it is made."""
 
     conditions: int
@@ -25,8 +25,8 @@ class Shape:
     kind: str = "whole"
 
     def __post_init__(self) -> None:
-        for broken in _broken_rules(self):
-            raise UserError(broken + _remedy(self))
+        for broken in _violations(self):
+            raise UserError(broken + _suggestion(self))
 
     @property
     def rollouts_per_step(self) -> int:
@@ -46,7 +46,7 @@ class Shape:
         return self.conditions / self.conditions_per_step
 
 
-def _broken_rules(shape: Shape) -> Iterator[str]:
+def _violations(shape: StepShape) -> Iterator[str]:
     """The rules that this shape breaks, the simplest first, each as a sentence."""
     for name in ("conditions", "conditions_per_step", "ranks", "rows_per_pass"):
         if getattr(shape, name) < 1:
@@ -58,11 +58,11 @@ def _broken_rules(shape: Shape) -> Iterator[str]:
             " to learn anything. Take 2 or more (8 is common)."
         )
         return
-    yield from _broken_dataset_rules(shape)
-    yield from _broken_seat_rules(shape)
+    yield from _dataset_violations(shape)
+    yield from _placement_violations(shape)
 
 
-def _broken_dataset_rules(shape: Shape) -> Iterator[str]:
+def _dataset_violations(shape: StepShape) -> Iterator[str]:
     conditions, per_step = shape.conditions, shape.conditions_per_step
     if conditions < per_step:
         yield (
@@ -77,7 +77,7 @@ def _broken_dataset_rules(shape: Shape) -> Iterator[str]:
         )
 
 
-def _broken_seat_rules(shape: Shape) -> Iterator[str]:
+def _placement_violations(shape: StepShape) -> Iterator[str]:
     rollouts, seats = shape.rollouts_per_step, shape.ranks * shape.rows_per_pass
     if shape.kind == "whole" and shape.conditions_per_step % shape.ranks:
         yield (
@@ -96,7 +96,7 @@ def _broken_seat_rules(shape: Shape) -> Iterator[str]:
         )
 
 
-def _remedy(shape: Shape) -> str:
+def _suggestion(shape: StepShape) -> str:
     """The nearest values that fit, one knob changed at a time."""
     options = []
     for name in ("conditions_per_step", "group_size", "rows_per_pass", "ranks"):
@@ -106,7 +106,7 @@ def _remedy(shape: Shape) -> str:
     return f" Nearest that fit: {'; '.join(options)}." if options else ""
 
 
-def nearest_fitting(shape: Shape, name: str) -> list[int]:
+def nearest_fitting(shape: StepShape, name: str) -> list[int]:
     """The nearest value below and above the present one with which the whole shape fits, the rest unchanged."""
     value = getattr(shape, name)
     floor, ceiling = value - 1, value + max(shape.ranks * shape.rows_per_pass, shape.group_size, value)
@@ -119,13 +119,13 @@ def nearest_fitting(shape: Shape, name: str) -> list[int]:
     return [v for v in (below, above) if v is not None]
 
 
-def largest_fitting_rows(shape: Shape, most: int) -> int | None:
+def largest_fitting_rows(shape: StepShape, most: int) -> int | None:
     """The largest rows_per_pass up to `most` with which the shape fits; None below 1. One row always fits."""
     return next((rows for rows in range(most, 0, -1) if _fits(shape, "rows_per_pass", rows)), None)
 
 
-def _fits(shape: Shape, name: str, value: int) -> bool:
+def _fits(shape: StepShape, name: str, value: int) -> bool:
     """Whether the shape would fit with one number changed (asked without making it, which would raise)."""
-    changed = object.__new__(Shape)
+    changed = object.__new__(StepShape)
     changed.__dict__.update({**shape.__dict__, name: value})
-    return next(_broken_rules(changed), None) is None
+    return next(_violations(changed), None) is None

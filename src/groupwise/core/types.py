@@ -31,12 +31,12 @@ class Rollouts:
             self.group_ids[rows],
             self.logp[rows],
             self.mask[rows],
-            {name: _take(column, rows) for name, column in self.data.items()},
+            {name: _select(column, rows) for name, column in self.data.items()},
         )
 
 
 @dataclass(frozen=True)
-class Scored:
+class Scores:
     """Log-probabilities of decisions already taken, under the present policy, with gradient."""
 
     logp: Float[Tensor, "rows decisions"]
@@ -48,13 +48,13 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Terms:
+class RewardTerms:
     """Named rewards, one number a row; NaN where a reward is missing."""
 
-    values: Mapping[str, Float[Tensor, " rows"]]
+    per_rollout: Mapping[str, Float[Tensor, " rows"]]
     failures: Mapping[str, str] = field(default_factory=dict)
     """Why a term is missing, for the terms that failed."""
-    steps: Mapping[str, Float[Tensor, "rows decisions"]] = field(default_factory=dict)
+    per_decision: Mapping[str, Float[Tensor, "rows decisions"]] = field(default_factory=dict)
     """Named rewards of single decisions, on top of the row's; NaN where one is missing."""
 
 
@@ -68,34 +68,34 @@ class Advantages:
     """False for a missing reward and for a group without spread: such rows leave the loss and its denominator."""
     groups: int
     zero_spread_groups: int
-    trained_decisions: Bool[Tensor, "rollouts decisions"] | None = None
+    trained_mask: Bool[Tensor, "rollouts decisions"] | None = None
     """The same of single decisions, where they have rewards of their own."""
 
 
-def _take(column: Any, rows: Tensor) -> Any:
+def _select(column: Any, rows: Tensor) -> Any:
     if isinstance(column, Tensor):
         return column[rows.to(column.device)]
     assert isinstance(column, Sequence), f"a column of rollouts is a tensor or a sequence, not {type(column).__name__}"
     return [column[row] for row in rows.tolist()]
 
 
-def concatenate(parts: Sequence[Rollouts]) -> Rollouts:
+def concatenate_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
     """Passes put together again; shorter rows are padded on the right and masked."""
     width = max(part.logp.shape[1] for part in parts)
     names = parts[0].data
     return Rollouts(
         torch.cat([part.group_ids for part in parts]),
-        torch.cat([_widen(part.logp, width) for part in parts]),
-        torch.cat([_widen(part.mask, width) for part in parts]),
-        {name: _join([part.data[name] for part in parts]) for name in names},
+        torch.cat([_pad_width(part.logp, width) for part in parts]),
+        torch.cat([_pad_width(part.mask, width) for part in parts]),
+        {name: _concatenate_column([part.data[name] for part in parts]) for name in names},
     )
 
 
-def _widen(matrix: Tensor, width: int) -> Tensor:
+def _pad_width(matrix: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(matrix, (0, width - matrix.shape[1]))
 
 
-def _join(columns: Sequence[Any]) -> Any:
+def _concatenate_column(columns: Sequence[Any]) -> Any:
     if isinstance(columns[0], Tensor):
         return torch.cat(list(columns))
     return [entry for column in columns for entry in column]

@@ -25,7 +25,7 @@ def parse_bytes(text: str, name: str = "size") -> int:
     return size
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """A number of bytes as people read it: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:

@@ -11,14 +11,14 @@ from typing import Any, Literal
 
 from groupwise.core.errors import UserError
 
-Row = Mapping[str, Any]
+Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Table:
+class Records:
     """Rows that all have the same columns, each with where it came from."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Record]
     places: Sequence[str]
     """Such as 'train.jsonl, line 12'."""
     dropped: Counter[str]
@@ -33,7 +33,7 @@ class BadRowError(Exception):
         self.reason, self.told = reason, told
 
 
-class Sieve:
+class RowFilter:
     """Refuses the first bad row, or drops and counts them, as the user chose."""
 
     def __init__(self, bad_rows: Literal["refuse", "drop"]):
@@ -49,9 +49,9 @@ class Sieve:
         self.dropped[bad.reason] += 1
 
 
-def read_table(source: str, *, required: tuple[str, ...], bad_rows: Literal["refuse", "drop"]) -> Table:
+def read_rows(source: str, *, required: tuple[str, ...], bad_rows: Literal["refuse", "drop"]) -> Records:
     """All usable rows. Each must have the required columns and those of the first row."""
-    path, sieve = Path(source).expanduser(), Sieve(bad_rows)
+    path, sieve = Path(source).expanduser(), RowFilter(bad_rows)
     if not path.exists():
         raise UserError(
             f"There is no dataset at {source}. Name a JSONL file with one object a line, or a folder that `datasets`"
@@ -59,7 +59,7 @@ def read_table(source: str, *, required: tuple[str, ...], bad_rows: Literal["ref
         )
     rows, places = [], []
     columns: set[str] | None = None
-    for place, found in _saved_rows(path) if path.is_dir() else _lines(path):
+    for place, found in _read_dataset_folder(path) if path.is_dir() else _read_jsonl(path):
         try:
             row = _parsed(found)
             _check_columns(row, columns, required)
@@ -70,17 +70,17 @@ def read_table(source: str, *, required: tuple[str, ...], bad_rows: Literal["ref
         rows.append(row)
         places.append(place)
     if not rows:
-        told = f" ({counted(sieve.dropped)})" if sieve.dropped else ""
+        told = f" ({format_counts(sieve.dropped)})" if sieve.dropped else ""
         raise UserError(f"{source} holds no usable row{told}. Give at least one.")
-    return Table(rows, places, sieve.dropped)
+    return Records(rows, places, sieve.dropped)
 
 
-def counted(dropped: Mapping[str, int]) -> str:
+def format_counts(dropped: Mapping[str, int]) -> str:
     """Such as '3 broken lines, 1 empty prompt'."""
     return ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """Every line that is not blank, and where it stands."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -88,7 +88,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 yield f"{path}, line {number}", line
 
 
-def _parsed(found: Any) -> Row:
+def _parsed(found: Any) -> Record:
     if not isinstance(found, bytes):
         return dict(found)
     try:
@@ -105,7 +105,7 @@ def _parsed(found: Any) -> Row:
     return row
 
 
-def _check_columns(row: Row, columns: set[str] | None, required: tuple[str, ...]) -> None:
+def _check_columns(row: Record, columns: set[str] | None, required: tuple[str, ...]) -> None:
     for name in required:
         if name not in row or row[name] is None:
             raise BadRowError(
@@ -122,7 +122,7 @@ def _check_columns(row: Row, columns: set[str] | None, required: tuple[str, ...]
         )
 
 
-def _saved_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_dataset_folder(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import datasets
     except ImportError as error:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
-from groupwise.dist.devices import widest_float
+from groupwise.dist.devices import reduce_dtype
 
-PACK = 1 << 22
+BUCKET_NUMEL = 1 << 22
 """Numbers that are sent together when gradients are summed: small tensors share one exchange."""
 
 
@@ -62,7 +62,7 @@ class Comm:
         return self.max(float(flag))[0] > 0
 
     @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def fail_together(self, what: str) -> Iterator[None]:
         """What fails on one rank fails on all of them with the same message, so that nobody is left waiting.
 
         Inside runs what a user wrote; whatever it raises is told as theirs to mend, with the line it came from. When
@@ -73,9 +73,9 @@ class Comm:
             yield
         except Exception as error:  # noqa: BLE001 - a user's code may raise anything
             failure = error
-        short, message = is_out_of_memory(failure), None if failure is None else _told(failure, what)
+        short, message = is_out_of_memory(failure), None if failure is None else _error_message(failure, what)
         if failure is not None and short:
-            _forget(failure)
+            _release_frames(failure)
         if self.any(message is not None):
             everyone = [(*found, rank) for rank, found in enumerate(self.gather_objects([(short, message)]))]
             for found_short, told, _ in everyone:
@@ -84,13 +84,13 @@ class Comm:
             _, told, rank = next(found for found in everyone if found[0])
             raise OutOfMemoryError(f"{told} (rank {rank} of {self.ranks})" if self.ranks > 1 else told) from None
 
-    def from_main(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
         if self.ranks == 1:
             return value
         return broadcast_object_list([value])[0]
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Until all ranks are here."""
         if self.ranks > 1:
             self._state.wait_for_everyone()
@@ -101,15 +101,15 @@ class Comm:
         A rank that had no rows brings zeros, so nobody waits for it; a parameter without a gradient has zero
         everywhere, with one rank as with many. All memory is taken, and everyone has it, before anything is sent.
         """
-        with self.together("Making room to sum the gradients"):
+        with self.fail_together("Making room to sum the gradients"):
             gradients = [_gradient(parameter) for parameter in parameters]
-            packs = _packs(gradients) if self.ranks > 1 else []
-            largest = max((_numbers(pack) for pack in packs if len(pack) > 1), default=0)
+            packs = _buckets(gradients) if self.ranks > 1 else []
+            largest = max((_numel(pack) for pack in packs if len(pack) > 1), default=0)
             room = {pack[0].dtype: pack[0].new_empty(largest) for pack in packs}
         for pack in packs:
             flat = pack[0].view(-1)
             if len(pack) > 1:
-                flat = torch.cat([part.flatten() for part in pack], out=room[flat.dtype][: _numbers(pack)])
+                flat = torch.cat([part.flatten() for part in pack], out=room[flat.dtype][: _numel(pack)])
             dist.all_reduce(flat)
             for part, total in zip(pack, flat.split([part.numel() for part in pack]), strict=True):
                 part.copy_(total.view_as(part))
@@ -117,7 +117,7 @@ class Comm:
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self.ranks == 1:
             return [float(number) for number in numbers]
-        packed = torch.tensor(numbers, dtype=widest_float(self.device), device=self.device)
+        packed = torch.tensor(numbers, dtype=reduce_dtype(self.device), device=self.device)
         dist.all_reduce(packed, op=operation)
         return [float(number) for number in packed.tolist()]
 
@@ -130,23 +130,23 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
-def _packs(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
+def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
     """Runs of gradients of one dtype with at most PACK numbers; a larger one is alone."""
     packs: list[list[Tensor]] = []
     for gradient in sorted(gradients, key=lambda gradient: str(gradient.dtype)):
         last = packs[-1] if packs else []
-        if last and last[0].dtype == gradient.dtype and _numbers(last) + gradient.numel() <= PACK:
+        if last and last[0].dtype == gradient.dtype and _numel(last) + gradient.numel() <= BUCKET_NUMEL:
             last.append(gradient)
         else:
             packs.append([gradient])
     return packs
 
 
-def _numbers(tensors: Sequence[Tensor]) -> int:
+def _numel(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors)
 
 
-def _forget(error: BaseException) -> None:
+def _release_frames(error: BaseException) -> None:
     """Let go of what the failed calls held: their frames keep every tensor that they had a name for."""
     cause: BaseException | None = error
     while cause is not None:
@@ -155,7 +155,7 @@ def _forget(error: BaseException) -> None:
         cause = cause.__cause__ or cause.__context__
 
 
-def _told(error: Exception, what: str) -> str:
+def _error_message(error: Exception, what: str) -> str:
     """An error of the user's own code in a sentence: what was called, what it raised, and where."""
     if isinstance(error, UserError):
         return str(error)
@@ -187,7 +187,7 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def end_at_once() -> NoReturn:
+def exit_now() -> NoReturn:
     """End this process in success: with all that was registered for its end, but without taking the interpreter down.
 
     A thread of gloo's that outlives the interpreter can abort the process (pytorch issues 179291 and 190489), and the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def widest_float(device: torch.device) -> torch.dtype:
+def reduce_dtype(device: torch.device) -> torch.dtype:
     """float64 where the device has it (not on mps and npu)."""
     return torch.float32 if device.type in ("mps", "npu") else torch.float64
 

@@ -14,13 +14,13 @@ _LARGEST_BYTES = 32 * 2**20
 _KEPT_BYTES = 2 * _LARGEST_BYTES
 
 
-def settle_in(threads: int) -> None:
+def configure_process(threads: int) -> None:
     """Take so many threads, and keep freed memory: how training, profiling and measuring run."""
     torch.set_num_threads(threads)
-    keep_freed_memory()
+    keep_heap_memory()
 
 
-def keep_freed_memory() -> None:
+def keep_heap_memory() -> None:
     """Keep up to 64 MiB at the top of the heap for the next tensors.
 
     Left to itself glibc gives memory back to the system and asks for it again at every large tensor, page by page.

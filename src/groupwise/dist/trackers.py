@@ -13,18 +13,18 @@ from groupwise.core.errors import UserError
 
 
 class Trackers:
-    """Sends figures to the trackers that the user asked for; to none by default."""
+    """Sends metrics to the trackers that the user asked for; to none by default."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]):
         self._accelerator: Accelerator | None = None
         if names:
             self._accelerator = Accelerator(log_with=list(names), project_dir=folder)
             named = {name: {"name": folder.name} for name in names if name != "tensorboard"}
-            self._accelerator.init_trackers("groupwise", config=_flat(config), init_kwargs=named)
+            self._accelerator.init_trackers("groupwise", config=_flatten(config), init_kwargs=named)
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._accelerator:
-            self._accelerator.log(dict(figures), step=step)
+            self._accelerator.log(dict(metrics), step=step)
 
     def close(self) -> None:
         if self._accelerator:
@@ -37,16 +37,16 @@ def check_installed(names: Sequence[str]) -> None:
         if find_spec(name) is None:
             raise UserError(
                 f"trackers names '{name}', which is not installed. Install it with `pip install {name}`, or leave it"
-                " out: metrics.jsonl holds the same figures."
+                " out: metrics.jsonl holds the same metrics."
             )
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
     """Nested settings as one level of plain values, which is all that trackers take."""
     flat: dict[str, str | int | float | bool] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            flat.update(_flatten(value, f"{prefix}{name}."))
         else:
             flat[prefix + name] = value if isinstance(value, str | int | float | bool) else str(value)
     return flat

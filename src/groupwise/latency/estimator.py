@@ -18,19 +18,19 @@ from jaxtyping import Bool, Float
 
 from groupwise.core.errors import UserError
 from groupwise.latency.machine import Machine, current_machine
-from groupwise.latency.records import Estimated
+from groupwise.latency.records import EstimatedLatency
 from groupwise.latency.regression import (
-    CONSTANT,
+    INTERCEPT,
+    Coefficients,
     Columns,
-    Features,
     Observation,
-    Prices,
+    WorkFeatures,
     check_observations,
-    columns_of,
-    fit_prices,
-    scale_prices,
-    shape_of,
-    stages_at,
+    feature_columns,
+    feature_names,
+    fit_coefficients,
+    predict_stages,
+    rescale_coefficients,
     total_ms,
 )
 
@@ -38,20 +38,22 @@ FOLDS = 3
 Ratios = Float[np.ndarray, " observations"]
 
 
-def unseen_ratios(observations: Sequence[Observation], fit: Callable[[Sequence[Observation]], Prices]) -> Ratios:
+def held_out_ratios(
+    observations: Sequence[Observation], fit: Callable[[Sequence[Observation]], Coefficients]
+) -> Ratios:
     """Measured total / expected sum of stages, from low to high.
 
     Each expectation comes from a fit to other configurations and other samples.
     """
     ratios = np.zeros(len(observations))
-    for fitted, tested in crossed_folds(observations):
+    for fitted, tested in cross_folds(observations):
         prices, seen = fit(list(compress(observations, fitted))), list(compress(observations, tested))
-        expected = stages_at(prices, columns_of(seen))
+        expected = predict_stages(prices, feature_columns(seen))
         ratios[tested] = total_ms(seen) / sum(expected.values())
     return np.sort(ratios)
 
 
-def crossed_folds(
+def cross_folds(
     observations: Sequence[Observation], folds: int = FOLDS, seed: int = 0
 ) -> Iterator[tuple[Bool[np.ndarray, " observations"], Bool[np.ndarray, " observations"]]]:
     """(fitted on, tested on): no configuration and no sample is on both sides. Every observation is tested once."""
@@ -69,7 +71,7 @@ def crossed_folds(
                 yield fitted, tested
 
 
-def conformal(ratios: Ratios, quantile: float) -> float:
+def conformal_quantile(ratios: Ratios, quantile: float) -> float:
     """The ceil((n + 1) x quantile)-th smallest of n sorted ratios: a new one is below it with that probability."""
     if not 0.5 <= quantile < 1:
         raise UserError(f"quantile is {quantile}: it must be from 0.5 to below 1.")
@@ -124,7 +126,7 @@ def read(path: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class EstimatedRows:
-    """`Estimated` for many answers at once."""
+    """`EstimatedLatency` for many answers at once."""
 
     stages_ms: Mapping[str, Float[np.ndarray, " rows"]]
     total_ms: Float[np.ndarray, " rows"]
@@ -134,16 +136,16 @@ class EstimatedRows:
     def __len__(self) -> int:
         return len(self.total_ms)
 
-    def __getitem__(self, row: int) -> Estimated:
+    def __getitem__(self, row: int) -> EstimatedLatency:
         stages = {stage: float(times[row]) for stage, times in self.stages_ms.items()}
-        return Estimated(stages, float(self.total_ms[row]), float(self.high_ms[row]), self.quantile)
+        return EstimatedLatency(stages, float(self.total_ms[row]), float(self.high_ms[row]), self.quantile)
 
 
 @dataclass(frozen=True)
-class Estimator:
+class LatencyEstimator:
     """Prices of named work for one model on one machine. The same features always give the same estimate."""
 
-    prices: Prices
+    prices: Coefficients
     never_seen: Mapping[str, Sequence[str]]
     """By stage, features that were 0 in all observations: their price is not known."""
     ratios: Ratios
@@ -158,23 +160,23 @@ class Estimator:
     @staticmethod
     def fit(
         observations: Sequence[Observation], *, model: str, quantile: float = 0.95, machine: Machine | None = None
-    ) -> Estimator:
+    ) -> LatencyEstimator:
         """Learn from answers that were measured on this machine, or on the one that is named."""
         check_observations(observations)
-        ratios = unseen_ratios(observations, fit_prices)
+        ratios = held_out_ratios(observations, fit_coefficients)
         never = {
             stage: [name for name, column in features.items() if not column.any()]
-            for stage, features in columns_of(observations).items()
+            for stage, features in feature_columns(observations).items()
         }
-        fitted = Estimator(fit_prices(observations), never, ratios, model, machine or current_machine())
+        fitted = LatencyEstimator(fit_coefficients(observations), never, ratios, model, machine or current_machine())
         return fitted.at(quantile)
 
-    def at(self, quantile: float) -> Estimator:
+    def at(self, quantile: float) -> LatencyEstimator:
         """The same with another quantile."""
-        conformal(self.ratios, quantile)  # refuses one that the observations cannot tell
+        conformal_quantile(self.ratios, quantile)  # refuses one that the observations cannot tell
         return replace(self, quantile=quantile)
 
-    def predict(self, features: Features) -> Estimated:
+    def predict(self, features: WorkFeatures) -> EstimatedLatency:
         """One answer."""
         one = {stage: {name: np.array([value]) for name, value in part.items()} for stage, part in features.items()}
         return self.predict_rows(one)[0]
@@ -182,22 +184,22 @@ class Estimator:
     def predict_rows(self, columns: Columns) -> EstimatedRows:
         """Many answers at once."""
         self._check(columns)
-        stages = stages_at(self.prices, columns)
+        stages = predict_stages(self.prices, columns)
         whole = sum(stages.values(), start=np.zeros(1))
-        high = whole * conformal(self.ratios, self.quantile)
+        high = whole * conformal_quantile(self.ratios, self.quantile)
         return EstimatedRows(stages, whole * float(np.median(self.ratios)), high, self.quantile)
 
-    def recalibrate(self, observations: Sequence[Observation], *, machine: Machine | None = None) -> Estimator:
+    def recalibrate(self, observations: Sequence[Observation], *, machine: Machine | None = None) -> LatencyEstimator:
         """The same model on this machine, or on the one that is named: 100 measurements are enough.
 
         Each stage gets a factor and a constant; how far measurements stray is learnt anew.
         """
         check_observations(observations)
-        self._check(columns_of(observations))
+        self._check(feature_columns(observations))
         scaled = replace(
             self,
-            prices=scale_prices(self.prices, observations),
-            ratios=unseen_ratios(observations, lambda part: scale_prices(self.prices, part)),
+            prices=rescale_coefficients(self.prices, observations),
+            ratios=held_out_ratios(observations, lambda part: rescale_coefficients(self.prices, part)),
             machine=machine or current_machine(),
             differs={name: text for name, text in self.differs.items() if name == "model"},
         )
@@ -205,11 +207,11 @@ class Estimator:
 
     def pace(self, observations: Sequence[Observation]) -> float:
         """How many times as long answers take, in the median, as is estimated."""
-        return float(np.median(total_ms(observations) / self.predict_rows(columns_of(observations)).total_ms))
+        return float(np.median(total_ms(observations) / self.predict_rows(feature_columns(observations)).total_ms))
 
     def still_holds(self, observations: Sequence[Observation]) -> bool:
         """Whether answers keep to it: no more than three times as many as it says exceed its high quantile."""
-        above = total_ms(observations) > self.predict_rows(columns_of(observations)).high_ms
+        above = total_ms(observations) > self.predict_rows(feature_columns(observations)).high_ms
         return bool(above.mean() <= 3 * (1 - self.quantile))
 
     def save(self, path: Path) -> None:
@@ -217,10 +219,12 @@ class Estimator:
         write(path, asdict(self) | {"ratios": self.ratios.tolist()})
 
     @staticmethod
-    def load(path: Path, *, model: str, machine: Machine | None = None, anyway: bool = False) -> Estimator:
+    def load(path: Path, *, model: str, machine: Machine | None = None, anyway: bool = False) -> LatencyEstimator:
         """Refuse the estimator of another model or machine, unless it is wanted anyway: then `differs` tells."""
         saved = read(path)
-        fitted = Estimator(**saved | {"ratios": np.array(saved["ratios"]), "machine": Machine(**saved["machine"])})
+        fitted = LatencyEstimator(
+            **saved | {"ratios": np.array(saved["ratios"]), "machine": Machine(**saved["machine"])}
+        )
         differs = fitted.machine.differences(machine or current_machine())
         differs |= {"model": f"{fitted.model}, not {model}"} if fitted.model != model else {}
         if differs and not anyway:
@@ -236,7 +240,7 @@ class Estimator:
         return replace(fitted, differs=differs)
 
     def _check(self, columns: Columns) -> None:
-        given, wanted = shape_of(columns), {stage: set(part) - {CONSTANT} for stage, part in self.prices.items()}
+        given, wanted = feature_names(columns), {stage: set(part) - {INTERCEPT} for stage, part in self.prices.items()}
         if given != wanted:
             raise UserError(
                 f"This estimator was fitted with the features {_listed(wanted)}; it was given {_listed(given)}. Pass"

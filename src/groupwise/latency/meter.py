@@ -26,13 +26,13 @@ import torch
 from torch import nn
 
 from groupwise.core.errors import UserError, require
-from groupwise.latency.records import DECODE, PREFILL, STAGES, VISION, Summary, Timing, summarise
+from groupwise.latency.records import DECODE, PREFILL, STAGES, VISION, LatencySummary, Timing, summarize
 
-_OTHER_SENSES = ("audio", "speech")
+_OTHER_MODALITIES = ("audio", "speech")
 
 
 @dataclass(frozen=True)
-class Parts:
+class ModelParts:
     """What an answer passes through, in order. For a model of one's own, fill it in by hand."""
 
     vision: Mapping[str, nn.Module]
@@ -51,7 +51,7 @@ class Parts:
         yield "head", self.head
 
 
-def find_parts(model: Any) -> Parts:
+def find_model_parts(model: Any) -> ModelParts:
     """The parts of any transformers model that writes text, with or without eyes; any other is refused by name."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else nn.Module()
     found = _text_parts(model, text)
@@ -62,7 +62,7 @@ def find_parts(model: Any) -> Parts:
             " that writes text, such as LlamaForCausalLM or LlavaForConditionalGeneration, or name its parts yourself"
             " with groupwise.meter.parts.Parts."
         )
-    return Parts(vision=_vision_parts(model, text), **found)
+    return ModelParts(vision=_vision_parts(model, text), **found)
 
 
 def _text_parts(model: Any, text: nn.Module) -> dict[str, Any]:
@@ -90,14 +90,14 @@ def _vision_parts(model: Any, text: nn.Module) -> dict[str, nn.Module]:
         if child is not text
         and child is not model.get_output_embeddings()
         and not isinstance(child, nn.Embedding)
-        and not any(sense in name for sense in _OTHER_SENSES)
+        and not any(sense in name for sense in _OTHER_MODALITIES)
     }
 
 
-__all__ = ["Meter", "Parts", "Timing", "find_parts"]
+__all__ = ["LatencyMeter", "ModelParts", "Timing", "find_model_parts"]
 
 
-class Meter:
+class LatencyMeter:
     """Times what is done with a model, one answer at a time. Between two calls the model carries no hooks.
 
     `detail` also times every part by itself, blocks one by one. It waits for the device at each of them, so its totals
@@ -106,7 +106,7 @@ class Meter:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: ModelParts,
         device: torch.device | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
@@ -121,12 +121,12 @@ class Meter:
             act()
             return watch.finish()
 
-    def repeat(self, act: Callable[[], object], *, warm_up: int = 3, runs: int = 20) -> Summary:
-        """Do it often, and summarise all but the warm-up."""
+    def repeat(self, act: Callable[[], object], *, warm_up: int = 3, runs: int = 20) -> LatencySummary:
+        """Do it often, and summarize all but the warm-up."""
         require(runs >= 1, "runs", runs, "1 or more")
         require(warm_up >= 0, "warm_up", warm_up, "0 or more")
         timings = [self.time(act) for _ in range(warm_up + runs)]
-        return summarise(timings[warm_up:])
+        return summarize(timings[warm_up:])
 
     def _now_ms(self) -> float:
         for device in self._devices:
@@ -134,9 +134,9 @@ class Meter:
         return self._clock() * 1000
 
     @contextmanager
-    def _watched(self) -> Iterator[_Watch]:
+    def _watched(self) -> Iterator[_StageClock]:
         """Hooks on, and off again whatever happens."""
-        watch = _Watch(self._now_ms)
+        watch = _StageClock(self._now_ms)
         with ExitStack() as hooks:
             if self._detail:
                 for name, module in self.parts.named():
@@ -148,7 +148,7 @@ class Meter:
             yield watch
 
 
-class _Watch:
+class _StageClock:
     """Hands the time since the last event to a stage."""
 
     def __init__(self, now_ms: Callable[[], float]):
@@ -207,13 +207,13 @@ def _hook(
     hooks.callback(module.register_forward_hook(lambda *_: after()).remove)
 
 
-def _accelerators(parts: Parts) -> set[torch.device]:
+def _accelerators(parts: ModelParts) -> set[torch.device]:
     """The devices whose work must be waited for; the CPU's is done when a call returns."""
     devices = {weight.device for _, module in parts.named() for weight in module.parameters()}
     return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
-class Laps:
+class StageTimer:
     """Seconds per named stage, measured with the device's work finished."""
 
     def __init__(self) -> None:

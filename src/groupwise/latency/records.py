@@ -15,7 +15,7 @@ STAGES = (VISION, PREFILL, DECODE)
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredLatency:
     """One answer, timed."""
 
     stages_ms: Mapping[str, float]
@@ -24,7 +24,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Estimated:
+class EstimatedLatency:
     """One answer's expected time, not yet run."""
 
     stages_ms: Mapping[str, float]
@@ -37,7 +37,7 @@ class Estimated:
 
 
 @dataclass(frozen=True)
-class Timing(Measured):
+class Timing(MeasuredLatency):
     """One answer, timed, with its decode steps one by one."""
 
     steps_ms: tuple[float, ...] = ()
@@ -61,7 +61,7 @@ class Quantiles:
 
 
 @dataclass(frozen=True)
-class Summary:
+class LatencySummary:
     """Measured over `runs` runs. Medians of stages need not add up to the median of the whole."""
 
     stages: Mapping[str, Quantiles]
@@ -76,9 +76,9 @@ def quantiles(values_ms: Sequence[float]) -> Quantiles:
     return Quantiles(p50_ms=middle, p95_ms=highest, spread_ms=high - low)
 
 
-def summarise(timings: Sequence[Timing]) -> Summary:
+def summarize(timings: Sequence[Timing]) -> LatencySummary:
     steps = [step for timing in timings for step in timing.steps_ms]
-    return Summary(
+    return LatencySummary(
         stages={stage: quantiles([timing.stages_ms[stage] for timing in timings]) for stage in STAGES},
         total=quantiles([timing.total_ms for timing in timings]),
         decode_step=quantiles(steps) if steps else None,

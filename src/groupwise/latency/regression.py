@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Float
 
 from groupwise.core.errors import UserError
-from groupwise.latency.records import Measured
+from groupwise.latency.records import MeasuredLatency
 
-Features = Mapping[str, Mapping[str, float]]
+WorkFeatures = Mapping[str, Mapping[str, float]]
 """By stage, amounts of work by name: they grow with what is executed, so more of them never takes less time."""
 Columns = Mapping[str, Mapping[str, Float[np.ndarray, " rows"]]]
 """Features of many answers at once, a column for every name."""
@@ -28,11 +28,11 @@ class Observation:
     configuration: str
     """Names what was executed: two settings that execute the same have the same name."""
     sample: str
-    features: Features
-    measured: Measured
+    features: WorkFeatures
+    measured: MeasuredLatency
 
 
-def columns_of(observations: Sequence[Observation]) -> Columns:
+def feature_columns(observations: Sequence[Observation]) -> Columns:
     first = observations[0].features
     return {
         stage: {name: np.array([seen.features[stage][name] for seen in observations], float) for name in names}
@@ -52,10 +52,10 @@ def check_observations(observations: Sequence[Observation]) -> None:
     """Refuse what cannot be learnt from: nothing at all, features that differ, numbers that are none."""
     if not observations:
         raise UserError("There are no observations: an estimator needs some hundred measured answers.")
-    wanted = shape_of(observations[0].features)
+    wanted = feature_names(observations[0].features)
     for seen in observations:
         where = f"The observation of {seen.configuration} on {seen.sample}"
-        if shape_of(seen.features) != wanted:
+        if feature_names(seen.features) != wanted:
             raise UserError(f"{where} has other features than the first one: name the same ones in all.")
         if set(seen.measured.stages_ms) != set(wanted):
             raise UserError(
@@ -67,14 +67,14 @@ def check_observations(observations: Sequence[Observation]) -> None:
             raise UserError(f"{where} holds a number that is negative or not finite: leave failed measurements out.")
 
 
-def shape_of(features: Mapping[str, Mapping[str, object]]) -> dict[str, set[str]]:
+def feature_names(features: Mapping[str, Mapping[str, object]]) -> dict[str, set[str]]:
     """The names of the features, by stage."""
     return {stage: set(names) for stage, names in features.items()}
 
 
-Prices = Mapping[str, Mapping[str, float]]
+Coefficients = Mapping[str, Mapping[str, float]]
 """Milliseconds per unit of each feature, by stage."""
-CONSTANT = "constant"
+INTERCEPT = "constant"
 """What a stage costs whatever its work: every stage has this price, and nobody passes it as a feature."""
 _ROUNDS = 30
 _SETTLED = 1e-4
@@ -83,39 +83,39 @@ _NEGLIGIBLE = 1e-3
 """Errors below this share of the whole all weigh the same."""
 
 
-def fit_prices(observations: Sequence[Observation]) -> Prices:
+def fit_coefficients(observations: Sequence[Observation]) -> Coefficients:
     """From nothing but the observations."""
     whole, prices = total_ms(observations), {}
-    for stage, features in columns_of(observations).items():
+    for stage, features in feature_columns(observations).items():
         work = np.stack([*features.values(), np.ones(len(observations))], axis=1)
-        found = median_prices(work, stage_ms(observations, stage), whole)
-        prices[stage] = dict(zip([*features, CONSTANT], map(float, found), strict=True))
+        found = nonnegative_median_regression(work, stage_ms(observations, stage), whole)
+        prices[stage] = dict(zip([*features, INTERCEPT], map(float, found), strict=True))
     return prices
 
 
-def scale_prices(prices: Prices, observations: Sequence[Observation]) -> Prices:
+def rescale_coefficients(prices: Coefficients, observations: Sequence[Observation]) -> Coefficients:
     """Known prices, each stage times a factor and plus a constant of its own: two numbers a stage to learn."""
-    expected, whole, scaled = stages_at(prices, columns_of(observations)), total_ms(observations), {}
+    expected, whole, scaled = predict_stages(prices, feature_columns(observations)), total_ms(observations), {}
     for stage, before in prices.items():
         work = np.stack([expected[stage], np.ones(len(observations))], axis=1)
-        factor, constant = map(float, median_prices(work, stage_ms(observations, stage), whole))
+        factor, constant = map(float, nonnegative_median_regression(work, stage_ms(observations, stage), whole))
         scaled[stage] = {name: factor * price for name, price in before.items()}
-        scaled[stage][CONSTANT] += constant
+        scaled[stage][INTERCEPT] += constant
     return scaled
 
 
-def stages_at(prices: Prices, columns: Columns) -> dict[str, Float[np.ndarray, " rows"]]:
+def predict_stages(prices: Coefficients, columns: Columns) -> dict[str, Float[np.ndarray, " rows"]]:
     """What every stage of every row costs."""
     rows = max(len(column) for features in columns.values() for column in features.values())
     return {
         stage: sum(
-            (part[name] * column for name, column in columns[stage].items()), start=np.full(rows, part[CONSTANT])
+            (part[name] * column for name, column in columns[stage].items()), start=np.full(rows, part[INTERCEPT])
         )
         for stage, part in prices.items()
     }
 
 
-def median_prices(
+def nonnegative_median_regression(
     work: Float[np.ndarray, "rows features"], times: Float[np.ndarray, " rows"], scale: Float[np.ndarray, " rows"]
 ) -> Float[np.ndarray, " features"]:
     """Prices p >= 0 that minimise the sum of |times - work p| / scale.

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import psutil
 import torch
 
-from groupwise.core.units import readable
+from groupwise.core.units import format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Memory", "Peak", "device_bytes", "readable", "used_bytes"]
+__all__ = ["MemoryUsage", "PeakMemory", "device_bytes", "format_bytes", "used_bytes"]
 
 
 class Ranks(Protocol):
@@ -24,7 +24,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryUsage:
     """Bytes of one step, of the fullest rank. All measured but the prediction."""
 
     peak: int
@@ -39,7 +39,7 @@ class Memory:
     """The plan's peak."""
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return self.peak / self.device
 
     @property
@@ -51,27 +51,27 @@ class Memory:
         """As metrics.jsonl holds it."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         error = {} if self.error is None else {"prediction_error": self.error}
-        return {**known, "utilisation": self.utilisation, **error}
+        return {**known, "utilization": self.utilization, **error}
 
 
-class Peak:
+class PeakMemory:
     """Begins to watch the device; a step's peak is what it saw since."""
 
     def __init__(self, device: torch.device):
         self._device = device
         if device.type == "cpu":
-            _forget_peak()
+            _reset_process_peak()
         else:
             torch.accelerator.reset_peak_memory_stats(device)
 
-    def fullest(self, ranks: Ranks, predicted: int | None = None) -> Memory:
+    def over_ranks(self, ranks: Ranks, predicted: int | None = None) -> MemoryUsage:
         """What was seen until now, on the fullest rank."""
         host = int(psutil.Process().memory_info().rss)
         on_cpu = self._device.type == "cpu"
         peak = _peak_of_process(host) if on_cpu else int(torch.accelerator.max_memory_allocated(self._device))
         current = host if on_cpu else used_bytes(self._device)
         highest = [int(number) for number in ranks.max(float(peak), float(current), float(host))]
-        here = Memory(highest[0], highest[1], device_bytes(self._device), highest[2])
+        here = MemoryUsage(highest[0], highest[1], device_bytes(self._device), highest[2])
         return replace(here, predicted=predicted)
 
 
@@ -98,7 +98,7 @@ def _container_limit() -> int:
     return int(text) if text.isdigit() else 0
 
 
-def _forget_peak() -> None:
+def _reset_process_peak() -> None:
     """Linux keeps a process's peak, and forgets it on request; where that is not to be had, the present counts."""
     try:
         with open("/proc/self/clear_refs", "w") as file:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from groupwise.core.errors import UserError
-from groupwise.core.units import readable
-from groupwise.memory.measure import Memory
-from groupwise.memory.plan import MemoryModel, Plan, make_plan
-from groupwise.memory.stages import Job
+from groupwise.core.units import format_bytes
+from groupwise.memory.measure import MemoryUsage
+from groupwise.memory.plan import MemoryModel, MemoryPlan, make_plan
+from groupwise.memory.stages import StepSpec
 from groupwise.workloads.base import WorkloadConfig
 
 FULL, EMPTY = 0.9, 0.4
-_SETTLED = 3
+_MIN_STEPS = 3
 """Steps after which a device that stays mostly empty is worth a word."""
 
 
@@ -23,7 +23,7 @@ class Monitor:
     def __init__(
         self,
         model: MemoryModel | None,
-        job: Job,
+        job: StepSpec,
         *,
         device: int,
         base: int,
@@ -35,16 +35,16 @@ class Monitor:
         self._said: set[str] = set()
         self._steps = 0
 
-    def see(self, memory: Memory, rows_per_pass: int) -> Memory:
+    def see(self, memory: MemoryUsage, rows_per_pass: int) -> MemoryUsage:
         """The same with the prediction for the rows that were taken."""
         self._steps += 1
         if self._model is not None:
             shape = replace(self._job.shape, rows_per_pass=rows_per_pass)
             peak = self._model.stages(replace(self._job, shape=shape)).peak
             memory = replace(memory, predicted=self._base + peak)
-        if memory.utilisation > FULL:
+        if memory.utilization > FULL:
             self._once("full", f"{_filled(memory)}: the next long rollout may not fit. {self._lower()}")
-        elif memory.utilisation < EMPTY and self._steps >= _SETTLED and self._accelerator:
+        elif memory.utilization < EMPTY and self._steps >= _MIN_STEPS and self._accelerator:
             self._once("empty", f"{_filled(memory)}. {self._raise()}")
         return memory
 
@@ -62,7 +62,7 @@ class Monitor:
         better = self.plan.recommended.shape
         return (
             f"rows_per_pass {better.rows_per_pass} with conditions_per_step {better.conditions_per_step} would use"
-            f" {self.plan.recommended.utilisation:.0%}."
+            f" {self.plan.recommended.utilization:.0%}."
         )
 
     def _once(self, reason: str, text: str) -> None:
@@ -74,16 +74,16 @@ class Monitor:
 def known_memory(workload: WorkloadConfig) -> MemoryModel | None:
     """The workload's memory, where it can be told: a model on the hub, say, has no sizes here before it is loaded."""
     try:
-        return workload.memory()
+        return workload.memory_model()
     except UserError:
         return None
 
 
-def _filled(memory: Memory) -> str:
-    return f"Memory peaks at {readable(memory.peak)}, {memory.utilisation:.0%} of the device"
+def _filled(memory: MemoryUsage) -> str:
+    return f"Memory peaks at {format_bytes(memory.peak)}, {memory.utilization:.0%} of the device"
 
 
-def _plan(model: MemoryModel | None, job: Job, device: int) -> Plan | None:
+def _plan(model: MemoryModel | None, job: StepSpec, device: int) -> MemoryPlan | None:
     """None also where the plan says that it cannot be: then the run itself will tell."""
     try:
         return None if model is None else make_plan(model, job, device)

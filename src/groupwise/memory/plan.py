@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from groupwise.core.errors import UserError
-from groupwise.core.shape import Shape, largest_fitting_rows, nearest_fitting
-from groupwise.core.units import readable
-from groupwise.memory.stages import Job, Stages
+from groupwise.core.shape import StepShape, largest_fitting_rows, nearest_fitting
+from groupwise.core.units import format_bytes
+from groupwise.memory.stages import StageBytes, StepSpec
 
-Predict = Callable[[Job], Stages]
+Predict = Callable[[StepSpec], StageBytes]
 RECOMMENDED, AGGRESSIVE = 0.60, 0.85
 """Shares of the device that the two proposals aim at."""
 _GROWTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
@@ -21,19 +21,19 @@ _GROWTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 @dataclass(frozen=True)
-class Setting:
+class PlannedSetting:
     """A shape, and the memory it is predicted to take."""
 
-    job: Job
-    stages: Stages
+    job: StepSpec
+    stages: StageBytes
     device: int
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> StepShape:
         return self.job.shape
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         return self.stages.peak / self.device
 
     @property
@@ -50,14 +50,14 @@ class Setting:
             "rollouts_per_step": shape.rollouts_per_step,
             "passes_per_step": shape.passes,
             "bytes": self.stages.peak,
-            "utilisation": self.utilisation,
+            "utilization": self.utilization,
             "fits": self.fits,
             "parts": self.stages.plain(),
         }
 
 
 @dataclass(frozen=True)
-class Lowering:
+class ReductionStep:
     """One thing to lower, on top of those before it."""
 
     what: str
@@ -67,25 +67,25 @@ class Lowering:
 
     def __str__(self) -> str:
         kind = " (changes the result)" if self.changes_result else ""
-        return f"{self.what}{kind}: saves {readable(self.saves)}, leaves {readable(self.peak)}"
+        return f"{self.what}{kind}: saves {format_bytes(self.saves)}, leaves {format_bytes(self.peak)}"
 
 
-def setting(job: Job, predict: Predict, device: int) -> Setting:
-    return Setting(job, predict(job).with_margin(), device)
+def evaluate_setting(job: StepSpec, predict: Predict, device: int) -> PlannedSetting:
+    return PlannedSetting(job, predict(job).with_margin(), device)
 
 
-def propose(job: Job, predict: Predict, device: int, share: float) -> Setting:
+def propose_setting(job: StepSpec, predict: Predict, device: int, share: float) -> PlannedSetting:
     """The most rows that stay below a share of the device.
 
     Where all rollouts of a rank go through in one pass already, more conditions a step make room for more rows. If not
     even one row stays below, one row it is.
     """
-    best = setting(_with_rows(job, 1), predict, device)
+    best = evaluate_setting(_with_rows(job, 1), predict, device)
     for growth in _GROWTHS:
         per_step = job.shape.conditions_per_step * growth
         conditions = max(job.shape.conditions, 2 * per_step)
         wider = replace(job.shape, rows_per_pass=1, conditions=conditions, conditions_per_step=per_step)
-        found = _most_rows(replace(job, shape=wider), predict, device, share)
+        found = _max_rows_within(replace(job, shape=wider), predict, device, share)
         if found is None:
             break
         best = max(best, found, key=lambda each: each.shape.rows_per_pass)
@@ -94,7 +94,7 @@ def propose(job: Job, predict: Predict, device: int, share: float) -> Setting:
     return best
 
 
-def _most_rows(job: Job, predict: Predict, device: int, share: float) -> Setting | None:
+def _max_rows_within(job: StepSpec, predict: Predict, device: int, share: float) -> PlannedSetting | None:
     """Bytes grow with the rows, so that halving the interval finds the limit; then down to what divides."""
     low, high = 0, job.shape.rollouts_per_rank
     while low < high:
@@ -102,12 +102,14 @@ def _most_rows(job: Job, predict: Predict, device: int, share: float) -> Setting
         fits = predict(_unchecked(job, middle)).with_margin().peak <= share * device
         low, high = (middle, high) if fits else (low, middle - 1)
     rows = largest_fitting_rows(job.shape, low)
-    return None if rows is None else setting(_with_rows(job, rows), predict, device)
+    return None if rows is None else evaluate_setting(_with_rows(job, rows), predict, device)
 
 
-def lower_first(job: Job, predict: Predict, smaller: Sequence[tuple[str, Predict, bool]]) -> list[Lowering]:
+def reduction_steps(
+    job: StepSpec, predict: Predict, smaller: Sequence[tuple[str, Predict, bool]]
+) -> list[ReductionStep]:
     """In order: what never changes the result first. Each is feasible, and on top of those before it."""
-    found: list[Lowering] = []
+    found: list[ReductionStep] = []
     peak, rows = predict(job).with_margin().peak, job.shape.rows_per_pass
     now = job
     while rows > 1:
@@ -116,14 +118,14 @@ def lower_first(job: Job, predict: Predict, smaller: Sequence[tuple[str, Predict
         now = _with_rows(job, fewer)
         after = predict(now).with_margin().peak
         if after < peak:
-            found.append(Lowering(f"rows_per_pass {rows} -> {fewer}", peak - after, after, False))
+            found.append(ReductionStep(f"rows_per_pass {rows} -> {fewer}", peak - after, after, False))
         peak, rows = after, fewer
     silent: dict[str, str] = {}  # what saves nothing by itself is named with the next that does, which builds on it
     for what, predicted, changes in smaller:
         after = predicted(now).with_margin().peak
         if after < peak:
             built_on = f"; with {', '.join(silent.values())}" if silent else ""
-            found.append(Lowering(what + built_on, peak - after, after, changes))
+            found.append(ReductionStep(what + built_on, peak - after, after, changes))
             silent = {}
         else:
             name, value = what.split()[0], what.split(":")[0].rsplit("-> ")[-1]
@@ -132,31 +134,31 @@ def lower_first(job: Job, predict: Predict, smaller: Sequence[tuple[str, Predict
     return found
 
 
-def check_room(job: Job, predict: Predict, device: int) -> None:
+def check_weights_fit(job: StepSpec, predict: Predict, device: int) -> None:
     """Refuse a device that could not even hold the weights."""
     parts = predict(job).update
     weights = parts.get("weights", 0)
     if device < weights:
         raise UserError(
-            f"--device-memory is {readable(device)}, and the weights alone take {readable(weights)} on each rank:"
-            f" nothing can be trained there, {readable(weights - device)} are missing. Take a larger device, more ranks"
-            " with --sharded, a smaller model or a number format of fewer bytes."
+            f"--device-memory is {format_bytes(device)}, and the weights alone take {format_bytes(weights)} on each"
+            f" rank: nothing can be trained there, {format_bytes(weights - device)} are missing. Take a larger device,"
+            " more ranks with --sharded, a smaller model or a number format of fewer bytes."
         )
 
 
-def divisors(shape: Shape) -> dict[str, list[int]]:
+def nearest_valid_values(shape: StepShape) -> dict[str, list[int]]:
     """For each number of the shape, the nearest values that fit, below and above, the others unchanged."""
     names = ("rows_per_pass", "conditions_per_step", "group_size", "ranks")
     return {name: nearest_fitting(shape, name) for name in names}
 
 
-def _with_rows(job: Job, rows: int) -> Job:
+def _with_rows(job: StepSpec, rows: int) -> StepSpec:
     return replace(job, shape=replace(job.shape, rows_per_pass=rows))
 
 
-def _unchecked(job: Job, rows: int) -> Job:
+def _unchecked(job: StepSpec, rows: int) -> StepSpec:
     """With any number of rows, to ask what it would take; no step is ever run so."""
-    shape = object.__new__(Shape)
+    shape = object.__new__(StepShape)
     shape.__dict__.update({**job.shape.__dict__, "rows_per_pass": rows})
     return replace(job, shape=shape)
 
@@ -164,7 +166,7 @@ def _unchecked(job: Job, rows: int) -> Job:
 class MemoryModel(Protocol):
     """What a workload knows of its memory: all that a plan asks for."""
 
-    def stages(self, job: Job) -> Stages:
+    def stages(self, job: StepSpec) -> StageBytes:
         """Bytes by part at the fullest moment of rollout and update, on one rank."""
         ...
 
@@ -174,12 +176,12 @@ class MemoryModel(Protocol):
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     device: int
-    current: Setting
-    recommended: Setting
-    aggressive: Setting
-    lower: Sequence[Lowering]
+    current: PlannedSetting
+    recommended: PlannedSetting
+    aggressive: PlannedSetting
+    lower: Sequence[ReductionStep]
     doubled: Mapping[str, int]
     """The peak if a number that is a loop over passes were doubled: hardly another one."""
 
@@ -188,7 +190,7 @@ class Plan:
         return self.current.fits
 
     @property
-    def settings(self) -> dict[str, Setting]:
+    def settings(self) -> dict[str, PlannedSetting]:
         return {"current": self.current, "recommended": self.recommended, "aggressive": self.aggressive}
 
     def plain(self) -> dict[str, Any]:
@@ -210,25 +212,25 @@ class Plan:
                 for step in self.lower
             ],
             "peak_bytes_if_doubled": dict(self.doubled),
-            "nearest_that_divide": divisors(self.current.shape),
+            "nearest_that_divide": nearest_valid_values(self.current.shape),
         }
 
 
-def make_plan(model: MemoryModel, job: Job, device: int) -> Plan:
+def make_plan(model: MemoryModel, job: StepSpec, device: int) -> MemoryPlan:
     predict: Predict = model.stages
-    check_room(job, predict, device)
+    check_weights_fit(job, predict, device)
     smaller = [(what, changed.stages, changes) for what, changed, changes in model.smaller()]
-    return Plan(
+    return MemoryPlan(
         device,
-        setting(job, predict, device),
-        propose(job, predict, device, RECOMMENDED),
-        propose(job, predict, device, AGGRESSIVE),
-        lower_first(job, predict, smaller),
+        evaluate_setting(job, predict, device),
+        propose_setting(job, predict, device, RECOMMENDED),
+        propose_setting(job, predict, device, AGGRESSIVE),
+        reduction_steps(job, predict, smaller),
         {name: predict(_doubled(job, name)).with_margin().peak for name in ("conditions_per_step", "group_size")},
     )
 
 
-def _doubled(job: Job, name: str) -> Job:
+def _doubled(job: StepSpec, name: str) -> StepSpec:
     """Always a shape that fits: what divided before divides twice as much, and the dataset is as large as need be."""
     shape = replace(job.shape, conditions=max(job.shape.conditions, 4 * job.shape.conditions_per_step))
     return replace(job, shape=replace(shape, **{name: 2 * getattr(shape, name)}))

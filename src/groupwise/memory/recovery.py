@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import OutOfMemoryError, UserError
-from groupwise.core.shape import Shape, largest_fitting_rows
+from groupwise.core.shape import StepShape, largest_fitting_rows
 from groupwise.workloads.base import Workload
 
 
@@ -26,7 +26,7 @@ def own_name(stage: str) -> str:
 
 
 @dataclass
-class Cut:
+class RowLimits:
     """Rows that are taken at a time. Begins as configured; lowered when memory runs out, on all ranks alike."""
 
     rows_per_pass: int
@@ -59,13 +59,13 @@ class BeginAgain(Exception):  # noqa: N818 - no error: the way back to the begin
     """What a step is made of has become smaller, so its rollouts must be made anew."""
 
 
-class Attempt(Protocol):
+class Retry(Protocol):
     """Calls a function of a stage, perhaps more than once."""
 
     def __call__(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T: ...
 
 
-def once(stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
+def no_retry(stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
     """No second try: memory that runs out stops everything."""
     return act(*words, **named)
 
@@ -73,7 +73,7 @@ def once(stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs
 GENERAL_ADVICE = (
     "the workload's own sizes that no pass can cut: longest rollout, resolution, number of frames",
     "the bytes of a number: bfloat16 takes half of float32",
-    "what is trained: an adapter needs gradients and optimiser only for itself",
+    "what is trained: an adapter needs gradients and optimizer only for itself",
 )
 """For a workload that gives no memory plan. Shorter rollouts change what is learned, so nothing is lowered unasked."""
 
@@ -83,8 +83,8 @@ class Recovery:
     """What is known about the run that decides how to go on; `cut` is what it changes."""
 
     workload: Workload
-    cut: Cut
-    shape: Shape
+    cut: RowLimits
+    shape: StepShape
     warn: Callable[[str], None]
     grow_after: int = 0
     lower_first: Callable[[], Sequence[str]] = lambda: GENERAL_ADVICE
@@ -96,7 +96,7 @@ class Recovery:
 
     def attempt(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
         """What `act` returns, in as small pieces as it takes."""
-        before = Moment.of(self.workload.policy)
+        before = RngAndBuffers.of(self.workload.policy)
         while True:
             try:
                 return act(*words, **named)
@@ -105,30 +105,30 @@ class Recovery:
             # Only here, outside the clause, is the error gone and with it the frames that held the tensors.
             self.shortages += 1
             self._lower(stage, told)
-            free()
+            release_memory()
             before.again(self.workload.policy)
 
     def whole(self, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
         """What `act` returns, from its beginning as often as something had to shrink on the way."""
-        before = Moment.of(self.workload.policy) if self.may_shrink else None
+        before = RngAndBuffers.of(self.workload.policy) if self.may_shrink else None
         while True:
             try:
                 return act(*words, **named)
             except BeginAgain:
                 assert before is not None, "nothing shrinks unless it may"
-            free()
+            release_memory()
             before.again(self.workload.policy)
 
     def step_done(self) -> dict[str, float]:
-        """The figures of a complete step; after enough quiet ones the pieces grow again."""
-        figures = {"out_of_memory": float(self.shortages), **{n: float(v) for n, v in self.cut.rows().items()}}
+        """The metrics of a complete step; after enough quiet ones the pieces grow again."""
+        metrics = {"out_of_memory": float(self.shortages), **{n: float(v) for n, v in self.cut.rows().items()}}
         self.cut.quiet = 0 if self.shortages else self.cut.quiet + 1
         self.shortages = 0
         # Each shortage doubles the wait, so that a setting that never fits is not tried for ever.
         patience = self.grow_after << max(0, self.cut.shortages - 1)
         if self.grow_after and self.cut.lowered and self.cut.quiet >= patience:
             self._grow()
-        return figures
+        return metrics
 
     def _lower(self, stage: Stage, told: str) -> None:
         cut, name = self.cut, self._knob(stage)
@@ -246,16 +246,16 @@ def check_shrinkable(workload: Workload, names: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Moment:
+class RngAndBuffers:
     """What a stage may change on its way, so that a second try begins like the first: generators and buffers."""
 
     generators: tuple[Tensor, ...]
     buffers: Mapping[str, Tensor]
 
     @staticmethod
-    def of(policy: nn.Module) -> Moment:
+    def of(policy: nn.Module) -> RngAndBuffers:
         buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
-        return Moment(tuple(module.get_rng_state() for module in _generators()), buffers)
+        return RngAndBuffers(tuple(module.get_rng_state() for module in _generators()), buffers)
 
     def again(self, policy: nn.Module) -> None:
         for module, state in zip(_generators(), self.generators, strict=True):
@@ -270,7 +270,7 @@ def _generators() -> list[Any]:
     return [torch.random, *([torch.get_device_module(accelerator)] if accelerator is not None else [])]
 
 
-def free() -> None:
+def release_memory() -> None:
     """Give back what nobody holds any more, before the next try."""
     gc.collect()
     if torch.accelerator.is_available():

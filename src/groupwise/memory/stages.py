@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from groupwise.core.shape import Shape
+from groupwise.core.shape import StepShape
 
-Parts = Mapping[str, int]
-FRAMEWORK = "framework (margin)"
+BytesByPart = Mapping[str, int]
+FRAMEWORK_PART = "framework (margin)"
 MARGIN_BYTES, MARGIN_SHARE = 512 << 20, 0.05
 """What an accelerator's context, workspaces and fragmentation add: assumed, not derived."""
 
 
 @dataclass(frozen=True)
-class Job:
+class StepSpec:
     """The numbers of a run that decide its memory, whatever is trained."""
 
-    shape: Shape
+    shape: StepShape
     kl: bool = False
     ema: bool = False
     sharded: bool = False
-    """Weights, gradients and optimiser divided over the ranks (FSDP)."""
+    """Weights, gradients and optimizer divided over the ranks (FSDP)."""
     fused: bool = False
     """AdamW's step holds no results of its own, as on CPU and CUDA. False also while the device is not known."""
 
@@ -37,11 +37,11 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Stages:
+class StageBytes:
     """Bytes by part at the fullest moment of each stage. A stage's parts add up to its peak."""
 
-    rollout: Parts
-    update: Parts
+    rollout: BytesByPart
+    update: BytesByPart
 
     @property
     def peak(self) -> int:
@@ -51,25 +51,25 @@ class Stages:
     def fullest(self) -> str:
         return "rollout" if sum(self.rollout.values()) > sum(self.update.values()) else "update"
 
-    def with_margin(self) -> Stages:
+    def with_margin(self) -> StageBytes:
         """With what the framework of an accelerator adds."""
-        return Stages(_with_margin(self.rollout), _with_margin(self.update))
+        return StageBytes(_with_margin(self.rollout), _with_margin(self.update))
 
     def plain(self) -> dict[str, dict[str, int]]:
         return {"rollout": dict(self.rollout), "update": dict(self.update)}
 
 
-def _with_margin(parts: Parts) -> Parts:
-    return {**parts, FRAMEWORK: MARGIN_BYTES + int(MARGIN_SHARE * sum(parts.values()))}
+def _with_margin(parts: BytesByPart) -> BytesByPart:
+    return {**parts, FRAMEWORK_PART: MARGIN_BYTES + int(MARGIN_SHARE * sum(parts.values()))}
 
 
-def without_nothing(parts: Parts) -> dict[str, int]:
+def drop_zero(parts: BytesByPart) -> dict[str, int]:
     """Only the parts that take something."""
     return {name: size for name, size in parts.items() if size}
 
 
 @dataclass(frozen=True)
-class Trained:
+class WeightBytes:
     """Weights in memory, and what training them adds."""
 
     frozen: int
@@ -79,25 +79,27 @@ class Trained:
     """Of one number."""
     trained_bytes: int = 4
 
-    def parts(self, job: Job, *, reference_copies: int = 0) -> dict[str, int]:
+    def parts(self, job: StepSpec, *, reference_copies: int = 0) -> dict[str, int]:
         """AdamW holds two moments of every trained number, in the number's own format."""
         trained, frozen = self.trained * self.trained_bytes, self.frozen * self.frozen_bytes
         whole = {
             "weights": frozen + trained,
             "gradients": trained,
-            "optimiser": 2 * trained,
+            "optimizer": 2 * trained,
             "averaged weights": trained if job.ema else 0,
             "reference": reference_copies * (frozen + trained),
         }
         return {name: -(-size // job.shards) for name, size in whole.items()}
 
-    def in_step(self, job: Job) -> int:
+    def in_step(self, job: StepSpec) -> int:
         """Intermediate results of AdamW's step: one for every number, or none where it is fused."""
         return 0 if job.fused else -(-self.trained * self.trained_bytes // job.shards)
 
 
-def fullest(held: dict[str, int], moments: Sequence[Parts], in_step: int, *, one_pass: bool) -> dict[str, int]:
-    """The fullest moment of an update: of its passes, or of the optimiser's step.
+def peak_of_update(
+    held: dict[str, int], moments: Sequence[BytesByPart], in_step: int, *, one_pass: bool
+) -> dict[str, int]:
+    """The fullest moment of an update: of its passes, or of the optimizer's step.
 
     In a step of one pass, gradients come while activations go: only what is larger is held at a time.
     """
@@ -105,4 +107,4 @@ def fullest(held: dict[str, int], moments: Sequence[Parts], in_step: int, *, one
     kept = max(0, held["gradients"] - sum(moment.values())) if one_pass else held["gradients"]
     if kept + sum(moment.values()) >= held["gradients"] + in_step:
         return {**held, "gradients": kept, **moment}
-    return {**held, "optimiser's results": in_step}
+    return {**held, "optimizer's results": in_step}

@@ -17,12 +17,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from groupwise.memory.stages import Job
+from groupwise.memory.stages import StepSpec
 
 _aten = torch.ops.aten
 
 
-class LiveBytes(TorchDispatchMode):
+class LiveByteCounter(TorchDispatchMode):
     """Counts the bytes of all tensors that operations made and that still live, and their highest sum.
 
     Questions about values, which fake tensors do not have, are answered so that most memory is used: nothing is equal
@@ -43,8 +43,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if args and isinstance(args[0], FakeTensor) and func in _ANSWERS:
-            return self._kept(_ANSWERS[func](*args, **(kwargs or {})))
+        if args and isinstance(args[0], FakeTensor) and func in _VALUE_DEPENDENT_OPS:
+            return self._kept(_VALUE_DEPENDENT_OPS[func](*args, **(kwargs or {})))
         return self._kept(func(*args, **(kwargs or {})))
 
     def _kept(self, result: Any) -> Any:
@@ -96,7 +96,7 @@ def _grouped_shape(left: Tensor, right: Tensor, ends: Tensor | None = None, *_: 
     return left.new_empty((*left.shape[:-1], right.shape[-1]))
 
 
-_ANSWERS: dict[Any, Callable[..., Any]] = {
+_VALUE_DEPENDENT_OPS: dict[Any, Callable[..., Any]] = {
     _aten._local_scalar_dense.default: _number,
     _aten.item.default: _number,
     _aten.nonzero.default: _nonzero,
@@ -114,7 +114,7 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
         yield mode
 
 
-def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
+def replace_with_fake(module: nn.Module, mode: FakeTensorMode) -> None:
     """Give a module's real parameters and buffers, such as those of a new adapter, fake ones in their place."""
     for part in module.modules():
         for name, weight in list(part.named_parameters(recurse=False)):
@@ -126,28 +126,28 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
                 part._buffers[name] = mode.from_tensor(buffer)
 
 
-def traced_update(policy: nn.Module, one: Callable[[], Tensor], job: Job, *, more: tuple[Tensor, ...] = ()) -> int:
+def trace_update(policy: nn.Module, one: Callable[[], Tensor], job: StepSpec, *, more: tuple[Tensor, ...] = ()) -> int:
     """Highest number of bytes while a pass is scored, goes backward and AdamW takes its step.
 
     A pass returns its loss. It is the job's last: where others went before it, their gradient is there already, as
     AdamW's moments are, so that nothing is followed twice. `more` is what is held besides, such as a reference.
     """
     trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    optimiser = torch.optim.AdamW(trained, fused=job.fused, foreach=not job.fused)
-    with LiveBytes() as live:
+    optimizer = torch.optim.AdamW(trained, fused=job.fused, foreach=not job.fused)
+    with LiveByteCounter() as live:
         live.watch(*policy.parameters(), *policy.buffers(), *more)
         for weight in trained:
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-            optimiser.state[weight] = {"step": torch.tensor(1.0), **moments}
+            optimizer.state[weight] = {"step": torch.tensor(1.0), **moments}
             weight.grad = torch.zeros_like(weight) if job.shape.passes > 1 else None
         one().backward()
-        optimiser.step()
+        optimizer.step()
         return live.peak
 
 
-def traced(act: Callable[[], object], *held: Tensor) -> int:
+def trace_peak(act: Callable[[], object], *held: Tensor) -> int:
     """Highest number of bytes during `act`, with what is held besides."""
-    with LiveBytes() as live, torch.no_grad():
+    with LiveByteCounter() as live, torch.no_grad():
         live.watch(*held)
         act()
         return live.peak

@@ -27,7 +27,7 @@ RECIPES: dict[str, str] = {
 }
 """Built-in recipes: name to `module:function`."""
 
-HOW_TO_NAME = (
+RECIPE_NAMING_HELP = (
     "A recipe is a built-in name, a file of yours such as examples/doors.py (its function `recipe`, or another one as"
     " file.py:function), or module:function."
 )
@@ -44,7 +44,7 @@ def load_recipe(name: str) -> Config:
         close = get_close_matches(name, RECIPES, n=1)
         known = f"Built-in: {', '.join(RECIPES)}." if RECIPES else "There is no built-in one yet."
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        raise UserError(f"There is no recipe '{name}'.{hint} {known} {HOW_TO_NAME}")
+        raise UserError(f"There is no recipe '{name}'.{hint} {known} {RECIPE_NAMING_HELP}")
     config = _call(module, function_name or "recipe", name)
     if module_name.endswith(".py"):  # found again from any folder
         name = ":".join([str(Path(module_name).resolve()), *filter(None, [function_name])])
@@ -70,7 +70,7 @@ def _from_module(module: str, name: str) -> ModuleType:
         with _told(f"The module {module}"):
             return importlib.import_module(module)
     except UserError as error:
-        raise UserError(f"Recipe '{name}' cannot be imported. {error} {HOW_TO_NAME}") from error
+        raise UserError(f"Recipe '{name}' cannot be imported. {error} {RECIPE_NAMING_HELP}") from error
 
 
 @contextmanager
@@ -90,7 +90,9 @@ def _told(what: str) -> Iterator[None]:
 
 def _call(module: ModuleType, function: str, name: str) -> Config:
     if not hasattr(module, function):
-        raise UserError(f"Recipe '{name}' names no function: {module.__name__} has no '{function}'. {HOW_TO_NAME}")
+        raise UserError(
+            f"Recipe '{name}' names no function: {module.__name__} has no '{function}'. {RECIPE_NAMING_HELP}"
+        )
     with _told(f"The recipe {function}() of {module.__name__}"):
         config = getattr(module, function)()
     if not isinstance(config, Config):

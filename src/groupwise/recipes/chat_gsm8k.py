@@ -7,8 +7,15 @@ torchrun --nproc-per-node 8 -m groupwise train chat-gsm8k --workload.policy.mode
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig
-from groupwise.training.config import Config, OptimiserConfig, RunConfig
-from groupwise.workloads.chat.config import ChatConfig, DataConfig, EvalConfig, JudgeConfig, PolicyConfig, Sampling
+from groupwise.training.config import Config, OptimizerConfig, RunConfig
+from groupwise.workloads.chat.config import (
+    ChatConfig,
+    ChatEvalConfig,
+    DataConfig,
+    JudgeConfig,
+    PolicyConfig,
+    SamplingParams,
+)
 
 SYSTEM = (
     "Solve the problem step by step. Then give the answer, a bare number, on a last line of its own that begins with"
@@ -26,9 +33,9 @@ def recipe() -> Config:
                 prompt_column="question",
                 system=SYSTEM,
             ),
-            sampling=Sampling(max_new_tokens=512),
+            sampling=SamplingParams(max_new_tokens=512),
             judge=JudgeConfig(functions=("numeric",)),
-            eval=EvalConfig(questions=256, samples=1, report_samples=8),
+            eval=ChatEvalConfig(questions=256, samples=1, report_samples=8),
         ),
         steps=400,
         conditions_per_step=32,  # 4 questions a rank of 8
@@ -36,6 +43,6 @@ def recipe() -> Config:
         rows_per_pass=16,  # one group: its prompt goes through the model once
         advantage=AdvantageConfig(kind="group_std"),
         loss=LossConfig(denominator="decisions", clip_high=0.28),
-        optimiser=OptimiserConfig(learning_rate=1e-6, warmup_updates=10),
+        optimizer=OptimizerConfig(learning_rate=1e-6, warmup_updates=10),
         run=RunConfig(eval_every=50, show_samples_every=50),
     )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.training.config import Config, OptimiserConfig
-from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
-from groupwise.workloads.controller.tasks.mosaic.config import MosaicControllerConfig
+from groupwise.training.config import Config, OptimizerConfig
+from groupwise.workloads.controller.config import BudgetConfig, ControllerEvalConfig
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 
 
 def recipe() -> Config:
     return Config(
-        MosaicControllerConfig(
+        MosaicConfig(
             BudgetConfig((0.62, 0.66, 0.7, 0.74, 0.78, 0.82), on_impossible="cheapest"),
             # fewer than by default, so that training and judging take no more than minutes
-            eval=EvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
+            eval=ControllerEvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
         ),
         steps=1000,
         conditions_per_step=64,
@@ -21,7 +21,7 @@ def recipe() -> Config:
         rows_per_pass=512,
         # Within a guaranteed budget time is nearly free: the small price settles ties, so that most groups have spread.
         reward=RewardConfig(weights={"cost": 0.2}),
-        advantage=AdvantageConfig(kind="centred"),
+        advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.04, entropy_end=0.0),
-        optimiser=OptimiserConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=5),
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=5),
     )

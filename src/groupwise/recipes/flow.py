@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.training.config import Config, OptimiserConfig
+from groupwise.training.config import Config, OptimizerConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.tasks.plane.config import WEIGHTS, PlaneConfig
 
@@ -18,5 +18,5 @@ def recipe() -> Config:
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-3, clip_high=1e-3),
-        optimiser=OptimiserConfig(learning_rate=2e-5, warmup_updates=5),
+        optimizer=OptimizerConfig(learning_rate=2e-5, warmup_updates=5),
     )

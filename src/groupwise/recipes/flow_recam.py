@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -m groupwise train flow-recam --workload.pipeline FO
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
-from groupwise.training.config import Config, OptimiserConfig
+from groupwise.training.config import Config, OptimizerConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.tasks.pipelines import RecamConfig
 
@@ -30,5 +30,5 @@ def recipe() -> Config:
         reward=RewardConfig(weights={"camera": 0.6, "quality": 0.4}),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),
-        optimiser=OptimiserConfig(learning_rate=1e-4, ema_decay=0.95),
+        optimizer=OptimizerConfig(learning_rate=1e-4, ema_decay=0.95),
     )

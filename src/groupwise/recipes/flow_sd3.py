@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -m groupwise train flow-sd3 --workload.pipeline FOLD
 from __future__ import annotations
 
 from groupwise.core.config import AdvantageConfig, LossConfig
-from groupwise.training.config import Config, OptimiserConfig
+from groupwise.training.config import Config, OptimizerConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.tasks.pipelines import Sd3Config
 
@@ -26,5 +26,5 @@ def recipe() -> Config:
         rows_per_pass=8,  # 16 prompts x 16 members = 256 rollouts = 8 ranks x 4 passes x 8 rows; groups stay whole
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),
-        optimiser=OptimiserConfig(learning_rate=1e-4, ema_decay=0.95),
+        optimizer=OptimizerConfig(learning_rate=1e-4, ema_decay=0.95),
     )

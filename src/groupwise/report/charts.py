@@ -1,4 +1,4 @@
-"""Lines and stacked bars as inline SVG: they scale with the page, follow its colours, and need no script."""
+"""Lines and stacked bars as inline SVG: they scale with the page, follow its colors, and need no script."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Points = Sequence[tuple[float, float]]
 def line_chart(series: Mapping[str, Points]) -> str:
     """One line a name over the same axes, faint, and its running mean; hovering over a line tells the value."""
     points = [point for line in series.values() for point in line]
-    low_x, high_x = _span([x for x, _ in points])
-    ticks = nice_ticks(*_span([y for _, y in points]))
+    low_x, high_x = _range([x for x, _ in points])
+    ticks = nice_ticks(*_range([y for _, y in points]))
     low_y, high_y = ticks[0], ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -32,7 +32,7 @@ def line_chart(series: Mapping[str, Points]) -> str:
     return _svg(_WIDTH, _HEIGHT, drawn)
 
 
-def _line(name: str, line: Points, colour: str, place: object) -> str:
+def _line(name: str, line: Points, color: str, place: object) -> str:
     assert callable(place)
     spots = [place(x, y) for x, y in line]
     smooth = [place(x, y) for x, y in running_mean(line, max(1, len(line) // 20))]
@@ -42,12 +42,12 @@ def _line(name: str, line: Points, colour: str, place: object) -> str:
         f"<title>{escape(name)}, step {step:g}: {value:.5g}</title></circle>"
         for (x, y), (step, value) in [*zip(spots, line, strict=True)][::every]
     )
-    return _path(spots, colour, "faint") + _path(smooth, colour, "bold") + dots
+    return _path(spots, color, "faint") + _path(smooth, color, "bold") + dots
 
 
-def _path(spots: Points, colour: str, kind: str) -> str:
+def _path(spots: Points, color: str, kind: str) -> str:
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" class="{kind}"/>'
+    return f'<polyline points="{path}" fill="none" stroke="{color}" class="{kind}"/>'
 
 
 def running_mean(line: Points, reach: int) -> list[tuple[float, float]]:
@@ -69,9 +69,9 @@ def bar_chart(bars: Mapping[str, Mapping[str, float]], limit: float, limit_name:
         top, x = 6 + nth * row, float(left)
         drawn.append(f'<text x="{left - 8}" y="{top + 13}" text-anchor="end">{escape(title)}</text>')
         for name, value in parts.items():
-            colour = COLOURS[names.index(name) % len(COLOURS)]
+            color = COLOURS[names.index(name) % len(COLOURS)]
             drawn.append(
-                f'<rect x="{x:.2f}" y="{top}" width="{value * scale:.2f}" height="18" fill="{colour}">'
+                f'<rect x="{x:.2f}" y="{top}" width="{value * scale:.2f}" height="18" fill="{color}">'
                 f"<title>{escape(name)}: {value:.4g} {unit}</title></rect>"
             )
             x += value * scale
@@ -83,7 +83,7 @@ def bar_chart(bars: Mapping[str, Mapping[str, float]], limit: float, limit_name:
 
 
 def legend(names: Sequence[str]) -> str:
-    """Which colour is whose, in the order in which charts take them."""
+    """Which color is whose, in the order in which charts take them."""
     entries = [
         f'<span><i style="background:{COLOURS[nth % len(COLOURS)]}"></i>{escape(name)}</span>'
         for nth, name in enumerate(names)
@@ -100,7 +100,7 @@ def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
     return [number * step for number in range(first, last + 1)]
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
+def _range(values: Sequence[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     if low == high:
         low, high = (low - 1, high + 1) if not low else (low - abs(low) / 2, high + abs(low) / 2)

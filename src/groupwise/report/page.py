@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-from groupwise.core.units import readable
+from groupwise.core.units import format_bytes
 from groupwise.report.charts import Points, bar_chart, legend, line_chart
-from groupwise.report.run_data import Run, figures
+from groupwise.report.run_data import RunData, metrics
 
 _MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_share", "grad_norm", "learning_rate")
 _UNITS = {"_s": "seconds, measured", "_share": "share"}
@@ -36,7 +36,7 @@ img{max-width:100%;background:#fff}pre{overflow-x:auto;font-size:.85em}
 summary{cursor:pointer;margin:1em 0 .6em}"""
 
 
-def render(runs: Sequence[Run]) -> str:
+def render(runs: Sequence[RunData]) -> str:
     """One self-contained HTML page about one run, or about several side by side."""
     names = [run.name for run in runs]
     sections = [
@@ -59,11 +59,11 @@ def _section(title: str, *parts: str) -> str:
     return f"<h2>{escape(title)}</h2>{''.join(parts)}"
 
 
-def _of(run: Run, runs: Sequence[Run]) -> str:
+def _of(run: RunData, runs: Sequence[RunData]) -> str:
     return f": {run.name}" if len(runs) > 1 else ""
 
 
-def _outcome(runs: Sequence[Run]) -> str:
+def _outcome(runs: Sequence[RunData]) -> str:
     rows = []
     for run in runs:
         seconds = sum(entry.get(f"{stage}_s", 0.0) for entry in run.steps for stage in ("rollout", "reward", "update"))
@@ -79,8 +79,8 @@ def _outcome(runs: Sequence[Run]) -> str:
     return _table(["run", "figure", "before", "after"][skipped:], [row[skipped:] for row in rows])
 
 
-def _curves(runs: Sequence[Run]) -> list[str]:
-    lines = {run.name: figures(run) for run in runs}
+def _curves(runs: Sequence[RunData]) -> list[str]:
+    lines = {run.name: metrics(run) for run in runs}
     names = list(dict.fromkeys(name for found in lines.values() for name in found if not name.startswith("memory,")))
     first = [name for name in names if name in _MAIN or (name.startswith("reward/") and name.count("/") == 1)]
     rest = [name for name in names if name not in first]
@@ -93,9 +93,9 @@ def _curves(runs: Sequence[Run]) -> list[str]:
     return [_cards(first, card), more]
 
 
-def _memory(run: Run) -> str:
+def _memory(run: RunData) -> str:
     lines: dict[str, Points] = {
-        name.removeprefix("memory, "): points for name, points in figures(run).items() if name.startswith("memory,")
+        name.removeprefix("memory, "): points for name, points in metrics(run).items() if name.startswith("memory,")
     }
     parts = []
     if lines:
@@ -105,8 +105,9 @@ def _memory(run: Run) -> str:
     last = run.steps[-1].get("memory_bytes", {})
     if "prediction_error" in last:
         parts.append(
-            f"<p>In the last step {readable(int(last['peak']))} were measured and {readable(int(last['predicted']))}"
-            f" planned: an error of {last['prediction_error']:+.1%}. The device was {last['utilisation']:.1%} full.</p>"
+            f"<p>In the last step {format_bytes(int(last['peak']))} were measured and"
+            f" {format_bytes(int(last['predicted']))} planned: an error of {last['prediction_error']:+.1%}."
+            f" The device was {last['utilization']:.1%} full.</p>"
         )
     if run.plan:
         bars = {
@@ -119,7 +120,7 @@ def _memory(run: Run) -> str:
     return "".join(parts) or "<p>Nothing was planned or measured.</p>"
 
 
-def _pictures(run: Run) -> str:
+def _pictures(run: RunData) -> str:
     def card(name: str) -> str:
         path = next(path for path in run.pictures if path.name == name)
         data = base64.b64encode(path.read_bytes()).decode()
@@ -129,14 +130,14 @@ def _pictures(run: Run) -> str:
     return "".join(card(path.name) for path in run.pictures)
 
 
-def _samples(run: Run) -> str:
+def _samples(run: RunData) -> str:
     last = run.samples[-1]["step"]
     shown = [sample for sample in run.samples if sample["step"] == last][:_MOST_SAMPLES]
     columns = list(dict.fromkeys(name for sample in shown for name in sample if name != "step"))
     return f'<div class="card">{_table(columns, [[_cell(s.get(name)) for name in columns] for s in shown])}</div>'
 
 
-def _settings(run: Run) -> str:
+def _settings(run: RunData) -> str:
     text = escape(json.dumps(run.config, indent=1))
     return f"<details><summary>config.json</summary><pre>{text}</pre></details>"
 

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
-from groupwise.training.run_folder import RunFolder, read_lines
+from groupwise.training.run_folder import RunFolder, read_jsonl
 
 _PICTURES = ("*.png", "*.gif")
 
 
 @dataclass(frozen=True)
-class Run:
+class RunData:
     """The files of one run."""
 
     name: str
@@ -27,7 +27,7 @@ class Run:
     pictures: Sequence[Path]
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunData:
     folder = RunFolder(path)
     steps = folder.metrics()
     if not steps:
@@ -35,11 +35,11 @@ def read_run(path: Path) -> Run:
             f"{path} holds no run with a finished step (no metrics.jsonl with a line in it). Name the folder of a run,"
             " such as runs/chat."
         )
-    return Run(
+    return RunData(
         name=path.resolve().name,
         config=folder.read("config.json"),
         steps=steps,
-        samples=read_lines(path / "samples.jsonl"),
+        samples=read_jsonl(path / "samples.jsonl"),
         evaluation=folder.read("eval.json"),
         plan=folder.read("plan.json"),
         pictures=sorted((found for pattern in _PICTURES for found in path.glob(pattern)), key=_age),
@@ -50,7 +50,7 @@ def _age(picture: Path) -> tuple[int, str]:
     return picture.stat().st_mtime_ns, picture.name
 
 
-def figures(run: Run) -> dict[str, list[tuple[float, float]]]:
+def metrics(run: RunData) -> dict[str, list[tuple[float, float]]]:
     """Every number of metrics.jsonl over the steps, memory in GiB; where a step has none, the line goes on."""
     found: dict[str, list[tuple[float, float]]] = {}
     for entry in run.steps:

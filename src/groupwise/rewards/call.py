@@ -15,41 +15,41 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import UserError, is_out_of_memory
-from groupwise.core.types import Terms
+from groupwise.core.types import RewardTerms
 
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """`def reward(prompts, completions, **columns) -> list[float]`: one number a row, None (or NaN) for "no reward"."""
 
 
-def judge(
+def call_rewards(
     functions: Mapping[str, RewardFunction], prompts: Sequence[Any], completions: Sequence[Any], /, **columns: Any
-) -> Terms:
+) -> RewardTerms:
     """All functions on all rows; the async ones run together."""
     given = {"prompts": prompts, "completions": completions, **columns}
-    answers = {name: _try(partial(function, **given)) for name, function in functions.items()}
+    answers = {name: _call(partial(function, **given)) for name, function in functions.items()}
     waiting = {name: answer for name, answer in answers.items() if inspect.isawaitable(answer)}
     answers |= _await_all(waiting)
     results = {name: _as_rewards(name, answer, len(completions)) for name, answer in answers.items()}
-    return Terms(
+    return RewardTerms(
         {name: values for name, (values, _) in results.items()},
         {name: reason for name, (_, reason) in results.items() if reason},
     )
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _FailedReward:
     """Takes the place of an answer: only what a function raises itself is taken as a failure."""
 
     reason: str
 
 
-def _try(call: Callable[[], Any]) -> Any:
+def _call(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except Exception as error:  # a user's function may raise anything; the policy for it is in the config
         if is_out_of_memory(error):  # not the reward's fault: it is asked again in smaller pieces
             raise
-        return _Failed(_reason(error))
+        return _FailedReward(_reason(error))
 
 
 def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            return _Failed(_reason(error))
+            return _FailedReward(_reason(error))
 
     async def settle_all() -> list[Any]:
         return await asyncio.gather(*map(settle, waiting.values()))
@@ -71,7 +71,7 @@ def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
 
 
 def _as_rewards(name: str, answer: Any, rows: int) -> tuple[Tensor, str | None]:
-    if isinstance(answer, _Failed):
+    if isinstance(answer, _FailedReward):
         return torch.full((rows,), torch.nan, dtype=torch.float64), answer.reason
     if hasattr(answer, "tolist") and getattr(answer, "ndim", 0) == 1:  # a tensor or an array
         answer = answer.tolist()

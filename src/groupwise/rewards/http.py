@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from groupwise.rewards.time_limit import limited
+from groupwise.rewards.time_limit import with_time_limit
 
 
 class ServiceError(Exception):
@@ -45,8 +45,8 @@ class HttpReward:
         for start in range(0, len(completions), self.rows_per_request):
             part = slice(start, start + self.rows_per_request)
             clips = completions[part]
-            told = {"prompts": list(prompts[part]), "completions": [_picture(clip) for clip in clips]}
-            told |= {name: _sendable(column[part]) for name, column in columns.items() if _is_sendable(column[part])}
+            told = {"prompts": list(prompts[part]), "completions": [_encode_clip(clip) for clip in clips]}
+            told |= {name: _to_json(column[part]) for name, column in columns.items() if _is_sendable(column[part])}
             try:
                 found += self._ask(json.dumps(told).encode(), len(clips))
             except ServiceError as error:  # these rows are missing; the others have their rewards
@@ -68,7 +68,7 @@ class HttpReward:
 
     def _post(self, body: bytes) -> bytes:
         told = f"timed out: no whole answer in {self.timeout_s:g} s"
-        content: bytes = limited(self._exchange, self.timeout_s, told)(body)
+        content: bytes = with_time_limit(self._exchange, self.timeout_s, told)(body)
         return content
 
     def _exchange(self, body: bytes) -> bytes:
@@ -90,7 +90,7 @@ def _rewards(answer: bytes, rows: int) -> list[float | None]:
     return rewards
 
 
-def _picture(clip: Tensor) -> dict[str, Any]:
+def _encode_clip(clip: Tensor) -> dict[str, Any]:
     return _array(((clip.clamp(-1, 1) + 1) * 127.5).round().byte())
 
 
@@ -104,5 +104,5 @@ def _is_sendable(column: Sequence[Any]) -> bool:
     return all(entry is None or isinstance(entry, str | int | float | Tensor) for entry in column)
 
 
-def _sendable(column: Sequence[Any]) -> list[Any]:
+def _to_json(column: Sequence[Any]) -> list[Any]:
     return [_array(entry.float()) if isinstance(entry, Tensor) else entry for entry in column]

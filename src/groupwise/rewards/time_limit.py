@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any
 
 
-def limited(function: Callable[..., Any], seconds: float, told: str | None = None) -> Callable[..., Any]:
+def with_time_limit(function: Callable[..., Any], seconds: float, told: str | None = None) -> Callable[..., Any]:
     """The function, raising TimeoutError (with the text `told`) when a call takes longer; an async one all in all."""
     told = told or f"it took longer than the {seconds:g} s of judge.seconds"
 
@@ -30,16 +30,16 @@ def limited(function: Callable[..., Any], seconds: float, told: str | None = Non
     return call
 
 
-class _OutOfTime(BaseException):
+class _TimeLimitExceeded(BaseException):
     """Not an Exception: a function that takes every Exception for a wrong answer must not take this one for it."""
 
 
 def _with_alarm(call: Callable[[], Any], seconds: float, told: str) -> Any:
     """Interrupts the function itself, so that nothing of it runs on: also a regular expression that never ends."""
-    with _alarm(seconds) as has_rung:
+    with _interval_timer(seconds) as has_rung:
         try:
             answer = call()
-        except _OutOfTime:
+        except _TimeLimitExceeded:
             answer = None
     if has_rung:
         raise TimeoutError(told)
@@ -47,13 +47,13 @@ def _with_alarm(call: Callable[[], Any], seconds: float, told: str) -> Any:
 
 
 @contextmanager
-def _alarm(seconds: float) -> Iterator[list[bool]]:
+def _interval_timer(seconds: float) -> Iterator[list[bool]]:
     """Rings again and again, in case the first is swallowed. An alarm that somebody else had set is set again."""
     has_rung: list[bool] = []
 
     def ring(*_: Any) -> None:
         has_rung.append(True)
-        raise _OutOfTime
+        raise _TimeLimitExceeded
 
     others, begun = signal.signal(signal.SIGALRM, ring), time.monotonic()
     left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)

@@ -23,17 +23,24 @@ from groupwise.training.config import differing_fields
 from groupwise.training.state import State, trainable_weights
 from groupwise.workloads.checkpoint_files import (
     AVERAGED_WEIGHTS,
-    META,
+    METADATA_FILE,
     WEIGHTS,
-    damage,
-    hash_of_meta,
+    checkpoint_errors,
+    metadata_hash,
     newest_first,
-    newest_good,
+    newest_valid_checkpoint,
     read_meta,
     step_of,
 )
 
-__all__ = ["check_same_config", "check_same_files", "newest_good", "read_meta", "restore", "write_checkpoint"]
+__all__ = [
+    "check_same_config",
+    "check_same_files",
+    "newest_valid_checkpoint",
+    "read_meta",
+    "restore",
+    "write_checkpoint",
+]
 
 
 def write_checkpoint(
@@ -49,7 +56,7 @@ def write_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state.step:06d}"
     if final.exists():
-        if next(damage(final), None) is None:
+        if next(checkpoint_errors(final), None) is None:
             return _with_cut(final, state)
         _remove(final)
     for leftover in (*folder.glob(".writing-*"), *folder.glob(".removing-*")):
@@ -69,8 +76,8 @@ def write_checkpoint(
         },
         "sha256": {name: hashlib.sha256(raw).hexdigest() for name, raw in parts.items()},
     }
-    meta["sha256"][META] = hash_of_meta(meta)
-    for name, raw in {**parts, META: json.dumps(meta, indent=1).encode()}.items():
+    meta["sha256"][METADATA_FILE] = metadata_hash(meta)
+    for name, raw in {**parts, METADATA_FILE: json.dumps(meta, indent=1).encode()}.items():
         _write_through(draft / name, raw)
     _sync_folder(draft)
     draft.rename(final)
@@ -86,10 +93,10 @@ def _with_cut(path: Path, state: State) -> Path:
     cut = json.loads(json.dumps(asdict(state.cut)))
     if meta.get("cut") != cut:
         meta["cut"] = cut
-        meta["sha256"][META] = hash_of_meta(meta)
-        draft = path / f".{META}.new"
+        meta["sha256"][METADATA_FILE] = metadata_hash(meta)
+        draft = path / f".{METADATA_FILE}.new"
         _write_through(draft, json.dumps(meta, indent=1).encode())
-        draft.rename(path / META)
+        draft.rename(path / METADATA_FILE)
         _sync_folder(path)
     return path
 
@@ -120,21 +127,21 @@ def check_same_files(path: Path, files: Mapping[str, bytes]) -> None:
 def restore(path: Path, state: State) -> None:
     """Set the state to what the checkpoint holds, bit by bit."""
     saved = load((path / WEIGHTS).read_bytes())
-    _fill(_policy_tensors(state), saved, path)
-    optimiser = torch.load(io.BytesIO((path / "optimiser.pt").read_bytes()), weights_only=True)
-    for group in optimiser["param_groups"]:
-        group["fused"] = state.optimiser.defaults["fused"]  # as this device has it, not the one it was written on
-    state.optimiser.load_state_dict(optimiser)
+    _load_tensors(_policy_tensors(state), saved, path)
+    optimizer = torch.load(io.BytesIO((path / "optimizer.pt").read_bytes()), weights_only=True)
+    for group in optimizer["param_groups"]:
+        group["fused"] = state.optimizer.defaults["fused"]  # as this device has it, not the one it was written on
+    state.optimizer.load_state_dict(optimizer)
     if state.ema:
-        _fill(state.ema.average, load((path / AVERAGED_WEIGHTS).read_bytes()), path)
+        _load_tensors(state.ema.average, load((path / AVERAGED_WEIGHTS).read_bytes()), path)
     meta = read_meta(path)
     state.step, state.updates = meta["step"], meta["updates"]
 
 
 def _parts(state: State) -> dict[str, bytes]:
-    optimiser = io.BytesIO()
-    torch.save(state.optimiser.state_dict(), optimiser)
-    parts = {WEIGHTS: _tensors(_policy_tensors(state)), "optimiser.pt": optimiser.getvalue()}
+    optimizer = io.BytesIO()
+    torch.save(state.optimizer.state_dict(), optimizer)
+    parts = {WEIGHTS: _tensors(_policy_tensors(state)), "optimizer.pt": optimizer.getvalue()}
     if state.ema:
         parts[AVERAGED_WEIGHTS] = _tensors(state.ema.average)
     return parts
@@ -149,7 +156,7 @@ def _tensors(tensors: Mapping[str, Tensor]) -> bytes:
     return save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
 
 
-def _fill(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
+def _load_tensors(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], path: Path) -> None:
     strangers = sorted(set(target) ^ set(saved))
     wrong = [name for name in target if name in saved and target[name].shape != saved[name].shape]
     if strangers or wrong:

@@ -13,13 +13,13 @@ import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
-from groupwise.core.shape import PLENTY, Shape
-from groupwise.memory.stages import Job
+from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
+from groupwise.memory.stages import StepSpec
 from groupwise.workloads.base import WorkloadConfig
 
 
 @dataclass(frozen=True)
-class OptimiserConfig:
+class OptimizerConfig:
     learning_rate: float = 1e-3
     """Highest learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -38,7 +38,7 @@ class OptimiserConfig:
     """Keep an average of the policy's weights with this decay; evaluation then uses it. None for none."""
 
     def __post_init__(self) -> None:
-        require_types(self, "optimiser.")
+        require_types(self, "optimizer.")
         rules = {
             "learning_rate": (0 < self.learning_rate < 1000, "above 0 and below 1000 (1e-6 to 1e-2 are common)"),
             "warmup_updates": (self.warmup_updates >= 0, "0 or more"),
@@ -49,7 +49,7 @@ class OptimiserConfig:
             "ema_decay": (self.ema_decay is None or 0 <= self.ema_decay < 1, "from 0 to below 1, or None"),
         }
         for name, (holds, rule) in rules.items():
-            require(holds, f"optimiser.{name}", getattr(self, name), rule)
+            require(holds, f"optimizer.{name}", getattr(self, name), rule)
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,8 @@ class RunConfig:
     grow_after: int = 100
     """When memory ran out and rows_per_pass was halved: steps without a shortage after which it grows again, towards
     what was set. Each further shortage doubles the wait. 0 for never."""
+    on_warning: Literal["print", "stop"] = "print"
+    """What a warning about a step does, such as nearly all completions truncated: print it, or stop the run."""
     may_shrink: tuple[str, ...] = ()
     """What may be halved, for the rest of the run, when memory runs out at one row: max_new_tokens for chat. It changes
     what is learned, so by itself nothing is."""
@@ -113,7 +115,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
-    optimiser: OptimiserConfig = field(default_factory=OptimiserConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     run: Annotated[RunConfig, tyro.conf.arg(name="")] = field(default_factory=RunConfig)
     recipe: tyro.conf.Suppress[str] = ""
 
@@ -123,16 +125,16 @@ class Config:
         whole = isinstance(self.rows_per_pass, int) and not isinstance(self.rows_per_pass, bool)
         require(whole or self.rows_per_pass == "auto", "rows_per_pass", self.rows_per_pass, "a whole number, or auto")
         require(self.refill >= 0, "refill", self.refill, "0 or more")
-        if self.run.may_shrink and self.optimiser.updates_per_rollout > 1:
+        if self.run.may_shrink and self.optimizer.updates_per_rollout > 1:
             raise UserError(
-                f"--may-shrink is {' '.join(self.run.may_shrink)} and optimiser.updates_per_rollout"
-                f" {self.optimiser.updates_per_rollout}: a step begins again when something shrinks, which it cannot"
+                f"--may-shrink is {' '.join(self.run.may_shrink)} and optimizer.updates_per_rollout"
+                f" {self.optimizer.updates_per_rollout}: a step begins again when something shrinks, which it cannot"
                 " between its updates. Take one update a rollout, or leave --may-shrink out."
             )
         if self.group_size < 2:
             self.shape(conditions=max(self.conditions_per_step, 1))
 
-    def shape(self, *, conditions: int, ranks: int = 1) -> Shape:
+    def shape(self, *, conditions: int, ranks: int = 1) -> StepShape:
         """The arithmetic of a step; refuses what does not fit."""
         reserved = (1 + self.refill) * self.conditions_per_step
         if self.refill and conditions < 2 * reserved - 1 and conditions % reserved:
@@ -144,21 +146,21 @@ class Config:
                 f" {max(0, most)} or less."
             )
         rows = 1 if self.rows_per_pass == "auto" else self.rows_per_pass
-        return Shape(conditions, self.conditions_per_step, self.group_size, ranks, rows, self.placement)
+        return StepShape(conditions, self.conditions_per_step, self.group_size, ranks, rows, self.placement)
 
-    def job(self, *, ranks: int = 1, sharded: bool = False, fused: bool = False) -> Job:
+    def job(self, *, ranks: int = 1, sharded: bool = False, fused: bool = False) -> StepSpec:
         """The numbers that decide the memory of a run, whatever the dataset's size."""
-        return Job(
-            self.shape(conditions=PLENTY, ranks=ranks),
+        return StepSpec(
+            self.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=ranks),
             kl=self.loss.kl > 0,
-            ema=self.optimiser.ema_decay is not None,
+            ema=self.optimizer.ema_decay is not None,
             sharded=sharded,
             fused=fused,
         )
 
     @property
     def updates(self) -> int:
-        return self.steps * self.optimiser.updates_per_rollout
+        return self.steps * self.optimizer.updates_per_rollout
 
 
 MEMORY_KNOBS = (
@@ -169,12 +171,12 @@ MEMORY_KNOBS = (
     "workload.eval_rows_per_pass",
 )
 """Fields that cut the work and change no result."""
-FREE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_KNOBS)
+MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_KNOBS)
 """Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate or the
 entropy bonus falls."""
 
 
-def memory_knobs(plain: Mapping[str, Any]) -> list[Any]:
+def memory_settings(plain: Mapping[str, Any]) -> list[Any]:
     """Their values in a config as JSON values; None for one that its workload does not have."""
     fields = {**plain, **{f"workload.{name}": value for name, value in plain["workload"].items()}}
     return [fields.get(name) for name in MEMORY_KNOBS]
@@ -185,11 +187,11 @@ def to_dict(config: Any) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
-        plain[entry.name] = to_dict(value) if dataclasses.is_dataclass(value) else _plain(value)
+        plain[entry.name] = to_dict(value) if dataclasses.is_dataclass(value) else _to_json(value)
     return plain
 
 
-def with_values(config: Any, values: Mapping[str, Any]) -> Any:
+def from_dict(config: Any, values: Mapping[str, Any]) -> Any:
     """A config of the same types with the given (JSON) values: the inverse of `to_dict`."""
     changed = {}
     for entry in dataclasses.fields(config):
@@ -197,7 +199,7 @@ def with_values(config: Any, values: Mapping[str, Any]) -> Any:
             continue
         present, value = getattr(config, entry.name), values[entry.name]
         if dataclasses.is_dataclass(present):
-            changed[entry.name] = with_values(present, value)
+            changed[entry.name] = from_dict(present, value)
         elif isinstance(value, list):
             changed[entry.name] = tuple(value)
         elif "Path" in str(entry.type):
@@ -211,7 +213,7 @@ def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix:
     """Sentences naming every field that two plain configs set differently."""
     lines = []
     for name in sorted(set(ours) | set(theirs)):
-        if f"{prefix}{name}" in FREE_ON_RESUME:
+        if f"{prefix}{name}" in MAY_CHANGE_ON_RESUME:
             continue
         here, there = ours.get(name), theirs.get(name)
         if isinstance(here, Mapping) and isinstance(there, Mapping):
@@ -221,12 +223,12 @@ def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix:
     return lines
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """A JSON value; what has none (a function, a class) is written as text and taken from the recipe again."""
     if isinstance(value, Mapping):
-        return {name: _plain(entry) for name, entry in value.items()}
+        return {name: _to_json(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):
-        return [_plain(entry) for entry in value]
+        return [_to_json(entry) for entry in value]
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
     return value if _is_plain(value) else str(value)

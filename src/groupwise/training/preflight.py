@@ -15,12 +15,12 @@ from groupwise.core.groups import group_id
 from groupwise.core.loss import kl_to_reference
 from groupwise.core.placement import Placement, place
 from groupwise.core.reward import weigh
-from groupwise.core.shape import Shape
-from groupwise.core.types import Rollouts, Scored
+from groupwise.core.shape import StepShape
+from groupwise.core.types import Rollouts, Scores
 from groupwise.dist.comm import Comm
-from groupwise.memory.recovery import Attempt, once
+from groupwise.memory.recovery import Retry, no_retry
 from groupwise.training.config import Config
-from groupwise.training.loop import gather_ids, gather_rewards, rollout
+from groupwise.training.loop import compute_rewards, gather_group_ids, generate_rollouts
 from groupwise.training.state import State, trainable_weights
 from groupwise.workloads.base import Workload
 
@@ -36,20 +36,20 @@ class Check:
 
 
 def preflight(
-    workload: Workload, *, state: State, shape: Shape, config: Config, comm: Comm, again: Attempt = once
+    workload: Workload, *, state: State, shape: StepShape, config: Config, comm: Comm, again: Retry = no_retry
 ) -> list[Check]:
     """Try one pass of the coming step and look at it from all sides. Nothing of the run is changed."""
     buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
     placed = place(shape, seed=config.seed, step=state.step, rounds=1 + config.refill)
     checks = [_shapes_divide(shape), _parameters_agree(state, comm)]
-    checks += [Check("to know", True, note) for note in workload.notes()]
-    rollouts = again("rollout", rollout, workload, placed, comm, state.cut)
-    checks.append(_passes("members share their condition", lambda: _groups_hold(rollouts, placed, comm)))
+    checks += [Check("note", True, note) for note in workload.reporter.preflight_notes()]
+    rollouts = again("rollout", generate_rollouts, workload, placed, comm, state.cut)
+    checks.append(_as_check("members share their condition", lambda: _check_group_ids(rollouts, placed, comm)))
 
-    seen = partial(_rewards_seen, workload, rollouts, state, config, comm)
-    checks.append(again("reward", _passes, "rewards arrive", seen))
+    seen = partial(_check_rewards, workload, rollouts, state, config, comm)
+    checks.append(again("reward", _as_check, "rewards arrive", seen))
     checks += again("update", _score_checks, workload, rollouts, state, config, comm)
-    state.optimiser.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=True)
     for name, buffer in state.policy.named_buffers():
         buffer.copy_(buffers[name])
     return checks
@@ -57,9 +57,9 @@ def preflight(
 
 def _score_checks(workload: Workload, rollouts: Rollouts, state: State, config: Config, comm: Comm) -> list[Check]:
     """What can be seen from one scored pass."""
-    state.optimiser.zero_grad(set_to_none=True)
+    state.optimizer.zero_grad(set_to_none=True)
     part = rollouts.select(torch.arange(min(len(rollouts), state.cut.rows_per_pass)))
-    with comm.together(f"score() of {type(workload).__name__}"):
+    with comm.fail_together(f"score() of {type(workload).__name__}"):
         scored = workload.score(part)
     checks = [_ratio_is_one(scored, part, comm)]
     if scored.logp.shape == part.logp.shape:
@@ -81,7 +81,7 @@ def refuse_failures(checks: list[Check]) -> None:
         raise UserError("Preflight failed. " + " ".join(failed) + " (--no-preflight trains regardless.)")
 
 
-def _shapes_divide(shape: Shape) -> Check:
+def _shapes_divide(shape: StepShape) -> Check:
     """A shape that does not divide cannot be made, so this one only says what was found."""
     return Check(
         "shapes divide",
@@ -95,7 +95,7 @@ def _parameters_agree(state: State, comm: Comm) -> Check:
     """Trainable weights are compared bit by bit; frozen ones and buffers by two sums, which is quick."""
     trainable = [weight.data for weight in trainable_weights(state.policy).values()]
     others = (*state.policy.parameters(), *state.policy.buffers())
-    with comm.together("Comparing the weights"):
+    with comm.fail_together("Comparing the weights"):
         sums = torch.stack([torch.stack(_two_sums(tensor.detach())) for tensor in others])
         fingerprint = group_id(0, *trainable, sums)
     everyone = comm.gather(torch.tensor([fingerprint]))
@@ -112,7 +112,7 @@ def _two_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return tensor.sum(dtype=torch.float32).cpu(), tensor.abs().sum(dtype=torch.float32).cpu()
 
 
-def _passes(name: str, look: Callable[[], str]) -> Check:
+def _as_check(name: str, look: Callable[[], str]) -> Check:
     try:
         return Check(name, True, look())
     except OutOfMemoryError:
@@ -121,19 +121,19 @@ def _passes(name: str, look: Callable[[], str]) -> Check:
         return Check(name, False, str(error))
 
 
-def _groups_hold(rollouts: Rollouts, placed: Placement, comm: Comm) -> str:
-    gather_ids(rollouts, placed, comm)
+def _check_group_ids(rollouts: Rollouts, placed: Placement, comm: Comm) -> str:
+    gather_group_ids(rollouts, placed, comm)
     return f"{placed.shape.conditions_per_step} groups of {placed.shape.group_size}, found by id"
 
 
-def _rewards_seen(workload: Workload, rollouts: Rollouts, state: State, config: Config, comm: Comm) -> str:
-    rewards = weigh(gather_rewards(workload, rollouts, comm, state.cut), config.reward)
+def _check_rewards(workload: Workload, rollouts: Rollouts, state: State, config: Config, comm: Comm) -> str:
+    rewards = weigh(compute_rewards(workload, rollouts, comm, state.cut), config.reward)
     present = rewards.total[~rewards.total.isnan()].tolist()
     span = f"{min(present):.3g} to {max(present):.3g}" if present else "none"
-    return f"{', '.join(rewards.terms.values)}: {span}, {rewards.missing} missing"
+    return f"{', '.join(rewards.terms.per_rollout)}: {span}, {rewards.missing} missing"
 
 
-def _ratio_is_one(scored: Scored, part: Rollouts, comm: Comm) -> Check:
+def _ratio_is_one(scored: Scores, part: Rollouts, comm: Comm) -> Check:
     name = "ratio is 1 before the first update"
     if scored.logp.shape != part.logp.shape:
         detail = (
@@ -154,10 +154,10 @@ def _ratio_is_one(scored: Scored, part: Rollouts, comm: Comm) -> Check:
     return Check(name, True, f"largest difference {gap:.1g}")
 
 
-def _gradients_arrive(scored: Scored, part: Rollouts, state: State, comm: Comm) -> Check:
+def _gradients_arrive(scored: Scores, part: Rollouts, state: State, comm: Comm) -> Check:
     """An uneven mix of log-probabilities must reach every part of the policy that is to be trained."""
-    state.optimiser.zero_grad(set_to_none=True)
-    with comm.together("The backward pass of preflight"):
+    state.optimizer.zero_grad(set_to_none=True)
+    with comm.fail_together("The backward pass of preflight"):
         if scored.logp.requires_grad:
             mix = torch.linspace(1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
             torch.where(part.mask, mix * scored.logp, torch.zeros_like(mix)).sum().backward(retain_graph=True)
@@ -186,7 +186,7 @@ def _without_gradient(state: State) -> Iterator[str]:
     yield from (child for child, has_moved in moved.items() if not has_moved)
 
 
-def _kl_has_gradient(scored: Scored, part: Rollouts, comm: Comm) -> Check:
+def _kl_has_gradient(scored: Scores, part: Rollouts, comm: Comm) -> Check:
     """k3 is flat where both policies agree, as they may at the start: a shifted reference must pull."""
     name = "KL has a gradient"
     if scored.kl is not None:  # flat where both policies agree, so only its connection can be seen

@@ -14,13 +14,13 @@ from groupwise.core.errors import OutOfMemoryError
 from groupwise.core.placement import place
 from groupwise.core.shape import largest_fitting_rows
 from groupwise.core.types import Rollouts
-from groupwise.memory.measure import Peak, device_bytes
+from groupwise.memory.measure import PeakMemory, device_bytes
 from groupwise.memory.monitor import known_memory
 from groupwise.memory.plan import AGGRESSIVE
-from groupwise.memory.recovery import Cut, Moment, free
-from groupwise.memory.stages import Job, Stages
-from groupwise.training.loop import gather_rewards, rollout
-from groupwise.training.state import make_room, moments_to_come
+from groupwise.memory.recovery import RngAndBuffers, RowLimits, release_memory
+from groupwise.memory.stages import StageBytes, StepSpec
+from groupwise.training.loop import compute_rewards, generate_rollouts
+from groupwise.training.state import missing_adam_state, reserve_optimizer_memory
 
 if TYPE_CHECKING:
     from groupwise.training.config import Config
@@ -37,10 +37,10 @@ def probe(config: Config) -> dict[str, int]:
     setup = set_up(config)
     rows, found = setup.state.cut.rows_per_pass, dict[str, int]()
     with _undone(setup):
-        with _watched(setup) as peak:
-            rollouts = _roll_out(setup, rows)
+        with _peak_counter(setup) as peak:
+            rollouts = _trial_rollout(setup, rows)
             found["rollout"] = peak()
-        with _watched(setup) as peak:
+        with _peak_counter(setup) as peak:
             _update(setup, rollouts, rows)
             found["update"] = peak()
     return found
@@ -62,61 +62,61 @@ def choose_rows(setup: Setup) -> int:
     return 1
 
 
-def _planned(job: Job, rows: int, stages: Callable[[Job], Stages]) -> int:
+def _planned(job: StepSpec, rows: int, stages: Callable[[StepSpec], StageBytes]) -> int:
     return stages(replace(job, shape=replace(job.shape, rows_per_pass=rows))).with_margin().peak
 
 
 def _measured(setup: Setup, rows: int) -> int | None:
     """The peak of a step on the fullest rank; None where memory ran out on some rank."""
     with _undone(setup):
-        peak = Peak(setup.comm.device)
+        peak = PeakMemory(setup.comm.device)
         try:
-            _update(setup, _roll_out(setup, rows), rows)
+            _update(setup, _trial_rollout(setup, rows), rows)
         except OutOfMemoryError:
             return None
-        return peak.fullest(setup.comm).peak
+        return peak.over_ranks(setup.comm).peak
 
 
-def _roll_out(setup: Setup, rows: int) -> Rollouts:
-    """As in every step but the first: with the optimiser's moments."""
-    with setup.comm.together("Making room for the optimiser"):
-        moments = moments_to_come(setup.state)
+def _trial_rollout(setup: Setup, rows: int) -> Rollouts:
+    """As in every step but the first: with the optimizer's moments."""
+    with setup.comm.fail_together("Making room for the optimizer"):
+        moments = missing_adam_state(setup.state)
     placed = place(setup.shape, seed=setup.config.seed, step=setup.state.step)
-    rollouts = rollout(setup.workload, placed, setup.comm, Cut(rows))
-    gather_rewards(setup.workload, rollouts, setup.comm)
+    rollouts = generate_rollouts(setup.workload, placed, setup.comm, RowLimits(rows))
+    compute_rewards(setup.workload, rollouts, setup.comm)
     del moments
     return rollouts
 
 
 def _update(setup: Setup, rollouts: Rollouts, rows: int) -> None:
-    """Two passes, the second while the first one's gradient is held; and room for the optimiser."""
-    with setup.comm.together(f"score() of {type(setup.workload).__name__}"):
+    """Two passes, the second while the first one's gradient is held; and room for the optimizer."""
+    with setup.comm.fail_together(f"score() of {type(setup.workload).__name__}"):
         part = rollouts.select(torch.arange(min(rows, len(rollouts))))
         for _ in range(2 if rows < len(rollouts) else 1):
             setup.workload.score(part).logp.sum().backward()
-        make_room(setup.state)
+        reserve_optimizer_memory(setup.state)
 
 
 @contextmanager
 def _undone(setup: Setup) -> Iterator[None]:
-    before = Moment.of(setup.state.policy)
+    before = RngAndBuffers.of(setup.state.policy)
     try:
         yield
     finally:
-        setup.state.optimiser.zero_grad(set_to_none=True)
+        setup.state.optimizer.zero_grad(set_to_none=True)
         before.again(setup.state.policy)
-        free()
+        release_memory()
 
 
 @contextmanager
-def _watched(setup: Setup) -> Iterator[Callable[[], int]]:
+def _peak_counter(setup: Setup) -> Iterator[Callable[[], int]]:
     """Bytes as the device counts them; on the CPU, where only the whole process is seen, tensor by tensor."""
     if setup.comm.device.type != "cpu":
-        peak = Peak(setup.comm.device)
-        yield lambda: peak.fullest(setup.comm).peak
+        peak = PeakMemory(setup.comm.device)
+        yield lambda: peak.over_ranks(setup.comm).peak
         return
-    from groupwise.memory.trace import LiveBytes
+    from groupwise.memory.trace import LiveByteCounter
 
-    with LiveBytes() as live:
+    with LiveByteCounter() as live:
         live.watch(*(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)))
         yield lambda: live.peak

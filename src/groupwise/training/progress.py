@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.memory.measure import Memory, readable
-from groupwise.training.loop import Step
+from groupwise.memory.measure import MemoryUsage, format_bytes
+from groupwise.training.loop import StepResult
 from groupwise.training.preflight import Check
 
 
-class Screen:
+class ProgressDisplay:
     """A live progress line in a terminal; a plain line now and then elsewhere. Silent on all ranks but the first."""
 
     def __init__(self, *, steps: int, rollouts_per_step: int, silent: bool):
@@ -30,13 +30,13 @@ class Screen:
             TextColumn("step"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeRemainingColumn(),
             TextColumn("left"),
             console=self.console,
             disable=not self._live,
         )
-        self._task = self._progress.add_task("train", total=steps, figures="")
+        self._task = self._progress.add_task("train", total=steps, metrics="")
         self._last = time.perf_counter()
         self._alarmed = False
 
@@ -49,19 +49,19 @@ class Screen:
     ) -> None:
         self._progress.stop()
 
-    def step(self, step: int, figures: Mapping[str, float], memory: Memory) -> None:
+    def step(self, step: int, metrics: Mapping[str, float], memory: MemoryUsage) -> None:
         now = time.perf_counter()
         rate = self._rollouts / max(now - self._last, 1e-9)
         self._last = now
         line = (
-            f"reward {figures['reward']:.3f}  {rate:,.0f} rollouts/s  {_memory(memory)}"
-            f"  no spread {figures['zero_spread_share']:.0%}"
+            f"reward {metrics['reward']:.3f}  {rate:,.0f} rollouts/s  {_memory(memory)}"
+            f"  no spread {metrics['zero_spread_share']:.0%}"
         )
-        self._progress.update(self._task, completed=step + 1, figures=line)
+        self._progress.update(self._task, completed=step + 1, metrics=line)
         if not self._live and ((step + 1) % self._every == 0 or step in (0, self._steps - 1)):
             self.say(f"step {step + 1}/{self._steps}  {line}")
 
-    def look(self, step: Step, alarm: str | None, *, samples_every: int) -> None:
+    def look(self, step: StepResult, alarm: str | None, *, samples_every: int) -> None:
         """Now and then what the step's first rollouts were; an alarm, unless the step before had one too."""
         if step.samples and samples_every and step.step % samples_every == 0:
             self.console.print(sample_table(step.samples))
@@ -71,7 +71,7 @@ class Screen:
 
     def begin_at(self, step: int) -> None:
         """A resumed run has some steps behind it, which say nothing about its speed."""
-        self._progress.reset(self._task, completed=step, figures="")
+        self._progress.reset(self._task, completed=step, metrics="")
 
     def say(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, highlight=False, soft_wrap=True, markup=False)
@@ -83,10 +83,12 @@ class Screen:
         self.console.print(check_table(checks))
 
 
-def _memory(memory: Memory) -> str:
+def _memory(memory: MemoryUsage) -> str:
     """Peak, share of the device and, where there is one, how far the plan was off."""
-    text = f"memory {readable(memory.peak)} ({memory.utilisation:.0%})"
-    return text if memory.error is None else f"{text}, planned {readable(memory.predicted or 0)} ({memory.error:+.0%})"
+    text = f"memory {format_bytes(memory.peak)} ({memory.utilization:.0%})"
+    return (
+        text if memory.error is None else f"{text}, planned {format_bytes(memory.predicted or 0)} ({memory.error:+.0%})"
+    )
 
 
 _NUMBERED = ("step", "group", "member", "condition", "reward", "rewards", "advantage")

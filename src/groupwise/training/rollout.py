@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from groupwise.core.advantage import compare
+from groupwise.core.advantage import compute_advantages
 from groupwise.core.errors import UserError
 from groupwise.core.groups import Groups
 from groupwise.core.placement import Placement, place
 from groupwise.core.reward import Rewards
-from groupwise.core.types import Advantages, Rollouts, Terms, concatenate
+from groupwise.core.types import Advantages, RewardTerms, Rollouts, concatenate_rollouts
 from groupwise.training.config import Config
 from groupwise.workloads.base import Workload
 
@@ -41,13 +41,17 @@ def refill(tried: Tried, config: Config, try_out: Callable[[Placement], Tried]) 
     wanted, rounds = tried.placed.shape.conditions_per_step, [tried]
     while len(rounds) <= config.refill and sum(map(_groups_with_spread, rounds)) < wanted:
         placed = place(
-            tried.placed.shape, seed=config.seed, step=tried.placed.step, nth=len(rounds), rounds=1 + config.refill
+            tried.placed.shape,
+            seed=config.seed,
+            step=tried.placed.step,
+            round_index=len(rounds),
+            rounds=1 + config.refill,
         )
         rounds.append(try_out(placed))
-    return _joined(rounds)
+    return join_rounds(rounds)
 
 
-def keep_first(
+def keep_first_groups(
     advantages: Advantages, placed: Placement, decided: Tensor | None = None
 ) -> tuple[Advantages, dict[str, float]]:
     """Train on the first conditions_per_step groups that have spread; say how many groups were dropped.
@@ -57,7 +61,7 @@ def keep_first(
     with_spread = placed.group[advantages.trained if decided is None else advantages.trained & decided].unique()
     kept = with_spread[: placed.shape.conditions_per_step]
     trained = advantages.trained & torch.isin(placed.group, kept)
-    values, decisions = advantages.values.clone(), advantages.trained_decisions
+    values, decisions = advantages.values.clone(), advantages.trained_mask
     values[~trained] = 0
     dropped = {
         "groups_tried": float(advantages.groups),
@@ -66,15 +70,15 @@ def keep_first(
     }
     if decisions is not None:
         decisions = decisions & trained[:, None]
-    return replace(advantages, values=values, trained=trained, trained_decisions=decisions), dropped
+    return replace(advantages, values=values, trained=trained, trained_mask=decisions), dropped
 
 
 def _groups_with_spread(tried: Tried) -> int:
-    found = compare(tried.rewards, tried.group_ids)
+    found = compute_advantages(tried.rewards, tried.group_ids)
     return len(tried.group_ids[found.trained & tried.decided].unique())
 
 
-def _joined(rounds: Sequence[Tried]) -> Tried:
+def join_rounds(rounds: Sequence[Tried]) -> Tried:
     """All rounds as one: rank after rank, and on each rank round after round."""
     shape = rounds[0].placed.shape
 
@@ -83,7 +87,7 @@ def _joined(rounds: Sequence[Tried]) -> Tried:
 
     placed = [each.placed for each in rounds]
     terms = [each.rewards.terms for each in rounds]
-    own = [each.rewards.by_decision for each in rounds if each.rewards.by_decision is not None]
+    own = [each.rewards.per_decision for each in rounds if each.rewards.per_decision is not None]
     return Tried(
         replace(
             placed[0],
@@ -91,13 +95,15 @@ def _joined(rounds: Sequence[Tried]) -> Tried:
             member=join([each.member for each in placed]),
             condition=join([each.condition for each in placed]),
         ),
-        concatenate([each.rollouts for each in rounds]),
+        concatenate_rollouts([each.rollouts for each in rounds]),
         join([each.group_ids for each in rounds]),
         Rewards(
             join([each.rewards.total for each in rounds]),
-            Terms(
-                {name: join([each.values[name] for each in terms]) for name in terms[0].values},
-                steps={name: join([each.steps[name] for each in terms]) for name in terms[0].steps},
+            RewardTerms(
+                {name: join([each.per_rollout[name] for each in terms]) for name in terms[0].per_rollout},
+                per_decision={
+                    name: join([each.per_decision[name] for each in terms]) for name in terms[0].per_decision
+                },
             ),
             sum(each.rewards.missing for each in rounds),
             join(own) if own else None,
@@ -106,31 +112,31 @@ def _joined(rounds: Sequence[Tried]) -> Tried:
     )
 
 
-def judge_in_pieces(workload: Workload, rollouts: Rollouts, rows: int | None) -> Terms:
+def rewards_in_groups(workload: Workload, rollouts: Rollouts, rows: int | None) -> RewardTerms:
     """The workload's terms for every row; siblings are always judged together, at most `rows` rows at a time."""
     if rows is None or rows >= len(rollouts):
-        return _judge(workload, rollouts)
+        return _checked_rewards(workload, rollouts)
     values: dict[str, Tensor] = {}
     steps: dict[str, Tensor] = {}
     failures: dict[str, str] = {}
-    for piece in pieces_of_whole_groups(rollouts.group_ids, rows):
-        terms = _judge(workload, rollouts.select(piece))
-        for name, column in terms.values.items():
+    for piece in split_by_group(rollouts.group_ids, rows):
+        terms = _checked_rewards(workload, rollouts.select(piece))
+        for name, column in terms.per_rollout.items():
             missing = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
             values.setdefault(name, missing)[piece] = column.cpu().double()
-        for name, table in terms.steps.items():
+        for name, table in terms.per_decision.items():
             missing = torch.full(rollouts.logp.shape, torch.nan, dtype=torch.float64)
             steps.setdefault(name, missing)[piece] = table.cpu().double()
         failures = {**terms.failures, **failures}
-    return Terms(values, failures, steps)
+    return RewardTerms(values, failures, steps)
 
 
-def pieces_of_whole_groups(group_ids: Tensor, rows: int) -> Iterator[Tensor]:
+def split_by_group(group_ids: Tensor, rows: int) -> Iterator[Tensor]:
     """The rows of as many groups as make up at most `rows` rows, or of one group if it alone is larger."""
-    line = Groups.of(group_ids).line
+    group_index = Groups.of(group_ids).group_index
     piece: list[int] = []
-    for group in line.unique().tolist():
-        members = (line == group).nonzero().flatten().tolist()
+    for group in group_index.unique().tolist():
+        members = (group_index == group).nonzero().flatten().tolist()
         if piece and len(piece) + len(members) > rows:
             yield torch.tensor(piece)
             piece = []
@@ -138,17 +144,17 @@ def pieces_of_whole_groups(group_ids: Tensor, rows: int) -> Iterator[Tensor]:
     yield torch.tensor(piece)
 
 
-def _judge(workload: Workload, rollouts: Rollouts) -> Terms:
+def _checked_rewards(workload: Workload, rollouts: Rollouts) -> RewardTerms:
     terms = workload.rewards(rollouts)
-    if not isinstance(terms, Terms):
+    if not isinstance(terms, RewardTerms):
         raise UserError(f"rewards() returned {type(terms).__name__}: it must return groupwise.Terms.")
-    for name, column in terms.values.items():
+    for name, column in terms.per_rollout.items():
         if column.shape != (len(rollouts),):
             raise UserError(
                 f"Reward '{name}' has shape {tuple(column.shape)} for {len(rollouts)} rows: it must be one number a"
                 " row."
             )
-    for name, table in terms.steps.items():
+    for name, table in terms.per_decision.items():
         if table.shape != rollouts.logp.shape:
             raise UserError(
                 f"Reward '{name}' of decisions has shape {tuple(table.shape)} where the rollouts have"

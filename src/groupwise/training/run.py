@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from groupwise.core.errors import UserError
 from groupwise.dist.comm import Comm
 from groupwise.dist.trackers import Trackers
 from groupwise.memory.measure import device_bytes
@@ -20,22 +21,22 @@ from groupwise.memory.recovery import GENERAL_ADVICE, Recovery
 from groupwise.training.checkpoint import (
     check_same_config,
     check_same_files,
-    newest_good,
+    newest_valid_checkpoint,
     read_meta,
     restore,
     write_checkpoint,
 )
-from groupwise.training.config import Config, memory_knobs, to_dict
+from groupwise.training.config import Config, memory_settings, to_dict
 from groupwise.training.evaluate import log_evaluation
-from groupwise.training.loop import Step, training_steps
+from groupwise.training.loop import StepResult, training_steps
 from groupwise.training.preflight import Check, preflight, refuse_failures
-from groupwise.training.progress import Screen
+from groupwise.training.progress import ProgressDisplay
 from groupwise.training.run_folder import RunFolder
 from groupwise.training.setup import Setup, set_up
 
 
 @contextmanager
-def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+def handle_stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Ctrl-C and SIGTERM finish the step and save; a second Ctrl-C leaves at once. Only a main thread gets signals."""
     asked: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -57,7 +58,7 @@ def stop_signals(say: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
 
 
 @dataclass(frozen=True)
-class Summary:
+class RunSummary:
     """How a run ended. Times are measured."""
 
     run_dir: Path
@@ -71,17 +72,17 @@ class Summary:
     is_main: bool
 
 
-def train(config: Config) -> Summary:
+def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
     begun = time.perf_counter()
     folder = RunFolder(run_dir(config))
     setup = set_up(config, _newest(folder) if config.run.resume else None)
     config = setup.config
-    with setup.comm.together("Claiming the run folder"):
+    with setup.comm.fail_together("Claiming the run folder"):
         if setup.comm.is_main:
             folder.claim(resume=config.run.resume)
     try:
-        with Screen(
+        with ProgressDisplay(
             steps=config.steps,
             rollouts_per_step=setup.shape.rollouts_per_step,
             silent=not setup.comm.is_main,
@@ -103,7 +104,7 @@ class Watch:
     monitor: Monitor
 
 
-def _watch(setup: Setup, folder: RunFolder, screen: Screen) -> Watch:
+def _watch(setup: Setup, folder: RunFolder, screen: ProgressDisplay) -> Watch:
     config, on_cpu = setup.config, setup.comm.device.type == "cpu"
     monitor = Monitor(
         known_memory(config.workload),
@@ -138,19 +139,19 @@ def run_dir(config: Config) -> Path:
 
 def _newest(folder: RunFolder) -> Path | None:
     """The checkpoint that `_resume` will take; it warns of damaged ones."""
-    return newest_good(folder.checkpoints, lambda text: None)
+    return newest_valid_checkpoint(folder.checkpoints, lambda text: None)
 
 
-def _resume(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery) -> None:
+def _resume(setup: Setup, folder: RunFolder, screen: ProgressDisplay, recovery: Recovery) -> None:
     """Set the state to the newest good checkpoint, and the logs with it."""
     config, comm = setup.config, setup.comm
     wanted = comm.is_main and config.run.resume
-    with comm.together("Reading the checkpoints"):
-        found = newest_good(folder.checkpoints, screen.warn) if wanted else None
-    path = comm.from_main(found)
+    with comm.fail_together("Reading the checkpoints"):
+        found = newest_valid_checkpoint(folder.checkpoints, screen.warn) if wanted else None
+    path = comm.broadcast_object(found)
     if path is not None:
         check_same_config(path, to_dict(config))
-        check_same_files(path, setup.workload.files())
+        check_same_files(path, setup.workload.checkpoint_files())
         restore(path, setup.state)
         _resume_cut(path, config, recovery)
         done = setup.state.step >= config.steps
@@ -170,14 +171,14 @@ def _resume(setup: Setup, folder: RunFolder, screen: Screen, recovery: Recovery)
 def _resume_cut(path: Path, config: Config, recovery: Recovery) -> None:
     """Where memory ran out before, the smaller pieces stay; unless the user has set other ones since."""
     meta = read_meta(path)
-    if "cut" in meta and memory_knobs(meta["config"]) == memory_knobs(to_dict(config)):
+    if "cut" in meta and memory_settings(meta["config"]) == memory_settings(to_dict(config)):
         recovery.restore(meta["cut"])
         if recovery.cut.lowered:
             held = ", ".join(f"{name} {rows}" for name, rows in recovery.cut.rows().items())
             recovery.warn(f"Memory ran out earlier in this run: going on with {held}.")
 
 
-def _preflight(setup: Setup, screen: Screen, recovery: Recovery) -> None:
+def _preflight(setup: Setup, screen: ProgressDisplay, recovery: Recovery) -> None:
     if setup.config.run.preflight and setup.state.step < setup.config.steps:
         checks = recovery.whole(
             preflight,
@@ -192,14 +193,14 @@ def _preflight(setup: Setup, screen: Screen, recovery: Recovery) -> None:
         refuse_failures(checks)
 
 
-def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> bool:
+def _train(setup: Setup, folder: RunFolder, screen: ProgressDisplay, watch: Watch) -> bool:
     """Step, log, save. Returns whether the user stopped it."""
     config, comm, state = setup.config, setup.comm, setup.state
     trackers, again = Trackers(config.run.trackers, folder.path, to_dict(config)), watch.recovery.attempt
     if not state.step:
         log_evaluation(setup, folder, trackers, "before", again=again)
     complete = state.updates
-    with stop_signals(screen.say) as stop_asked:
+    with handle_stop_signals(screen.say) as stop_asked:
         try:
             for done in training_steps(
                 setup.workload, state=state, shape=setup.shape, config=config, comm=comm, recovery=watch.recovery
@@ -207,8 +208,8 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> boo
                 complete = state.updates
                 step = replace(done, memory=watch.monitor.see(done.memory, state.cut.rows_per_pass))
                 _log(step, folder, trackers, comm)
-                screen.step(step.step, step.figures, step.memory)
-                screen.look(step, setup.workload.alarm(step.figures), samples_every=config.run.show_samples_every)
+                screen.step(step.step, step.metrics, step.memory)
+                screen.look(step, _step_warning(setup, step), samples_every=config.run.show_samples_every)
                 stopping = comm.any(stop_asked())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
                     log_evaluation(setup, folder, trackers, f"step {state.step}", again=again)
@@ -231,16 +232,16 @@ def _train(setup: Setup, folder: RunFolder, screen: Screen, watch: Watch) -> boo
             trackers.close()
 
 
-def _log(step: Step, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
+def _log(step: StepResult, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
     if comm.is_main:
-        folder.append("metrics.jsonl", [{"step": step.step, **step.figures, "memory_bytes": step.memory.plain()}])
+        folder.append("metrics.jsonl", [{"step": step.step, **step.metrics, "memory_bytes": step.memory.plain()}])
         folder.append("samples.jsonl", step.samples)
-    trackers.log({**step.figures, **{f"memory/{n}": float(v) for n, v in step.memory.plain().items()}}, step.step)
+    trackers.log({**step.metrics, **{f"memory/{n}": float(v) for n, v in step.memory.plain().items()}}, step.step)
 
 
 def _save(setup: Setup, folder: RunFolder) -> None:
     _write_checkpoint(setup, folder)
-    setup.comm.wait()
+    setup.comm.barrier()
 
 
 def _write_checkpoint(setup: Setup, folder: RunFolder) -> None:
@@ -251,13 +252,13 @@ def _write_checkpoint(setup: Setup, folder: RunFolder) -> None:
             config=to_dict(setup.config),
             ranks=setup.comm.ranks,
             keep=setup.config.run.keep_checkpoints,
-            files=setup.workload.files(),
+            files=setup.workload.checkpoint_files(),
         )
 
 
-def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> Summary:
+def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> RunSummary:
     metrics, evaluation = folder.metrics(), folder.read("eval.json")
-    return Summary(
+    return RunSummary(
         run_dir=folder.path,
         steps=setup.state.step,
         seconds=seconds,
@@ -268,3 +269,11 @@ def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool)
         interrupted=interrupted,
         is_main=setup.comm.is_main,
     )
+
+
+def _step_warning(setup: Setup, step: StepResult) -> str | None:
+    """The workload's warning about a step; ends the run where the user asked for that."""
+    warning = setup.workload.reporter.step_warning(step.metrics)
+    if warning and setup.config.run.on_warning == "stop":
+        raise UserError(warning)
+    return warning

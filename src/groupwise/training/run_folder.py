@@ -53,7 +53,7 @@ class RunFolder:
     def rewind(self, step: int) -> None:
         """Forget what was logged of steps that will be trained again."""
         for name in ("metrics.jsonl", "samples.jsonl"):
-            kept = [entry for entry in read_lines(self.path / name) if entry["step"] < step]
+            kept = [entry for entry in read_jsonl(self.path / name) if entry["step"] < step]
             _replace(self.path / name, "".join(json.dumps(entry) + "\n" for entry in kept))
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
@@ -80,10 +80,10 @@ class RunFolder:
         (self.path / "error.txt").write_text("".join(traceback.format_exception(error)))
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read_lines(self.path / "metrics.jsonl")
+        return read_jsonl(self.path / "metrics.jsonl")
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; a last line that a crash cut short is passed over."""
     if not path.exists():
         return []

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.core.shape import PLENTY, Shape, largest_fitting_rows
+from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape, largest_fitting_rows
 from groupwise.dist.comm import Comm, connect
-from groupwise.dist.process import settle_in
+from groupwise.dist.process import configure_process
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import used_bytes
-from groupwise.memory.recovery import Cut, check_shrinkable
+from groupwise.memory.recovery import RowLimits, check_shrinkable
 from groupwise.training.checkpoint import read_meta
 from groupwise.training.config import Config
-from groupwise.training.state import State, new_state
+from groupwise.training.state import State, create_state
 from groupwise.workloads.base import Workload
 
 
@@ -26,7 +26,7 @@ class Setup:
     config: Config
     comm: Comm
     workload: Workload
-    shape: Shape
+    shape: StepShape
     state: State
     base_bytes: int = 0
     """What the process held before the workload was built; on a device, nothing."""
@@ -34,22 +34,24 @@ class Setup:
 
 def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
     """Join the ranks, build the workload, and refuse what does not fit. A checkpoint to go on from has a say in it."""
-    settle_in(config.run.threads)
+    configure_process(config.run.threads)
     comm = connect()
     check_installed(config.run.trackers)
-    config.shape(conditions=PLENTY, ranks=comm.ranks)  # what no dataset could mend is refused before one is read
+    config.shape(
+        conditions=UNKNOWN_DATASET_SIZE, ranks=comm.ranks
+    )  # what no dataset could mend is refused before one is read
     base = used_bytes(comm.device)
-    with comm.together(f"build() of {type(config.workload).__name__}"):
-        settings = config.workload.continuing(checkpoint) if checkpoint else config.workload
+    with comm.fail_together(f"build() of {type(config.workload).__name__}"):
+        settings = config.workload.for_resume(checkpoint) if checkpoint else config.workload
         workload = settings.build(comm.device)
-        for name in ("policy", "conditions"):
+        for name in ("policy", "num_conditions"):
             if not hasattr(workload, name):
                 raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
     check_shrinkable(workload, config.run.may_shrink)
-    shape = config.shape(conditions=workload.conditions, ranks=comm.ranks)
+    shape = config.shape(conditions=workload.num_conditions, ranks=comm.ranks)
     place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
-    state = new_state(workload.policy, config.optimiser)
-    state.cut = Cut(shape.rows_per_pass)
+    state = create_state(workload.policy, config.optimizer)
+    state.cut = RowLimits(shape.rows_per_pass)
     setup = Setup(config, comm, workload, shape, state, base)
     return _with_chosen_rows(setup, checkpoint) if config.rows_per_pass == "auto" else setup
 
@@ -63,6 +65,6 @@ def _with_chosen_rows(setup: Setup, checkpoint: Path | None) -> Setup:
         kept = largest_fitting_rows(setup.shape, read_meta(checkpoint)["config"]["rows_per_pass"])
     rows = choose_rows(setup) if kept is None else kept
     config = replace(setup.config, rows_per_pass=rows)
-    setup.state.cut = Cut(rows)
-    shape = config.shape(conditions=setup.workload.conditions, ranks=setup.comm.ranks)
+    setup.state.cut = RowLimits(rows)
+    shape = config.shape(conditions=setup.workload.num_conditions, ranks=setup.comm.ranks)
     return replace(setup, config=config, shape=shape)

@@ -1,4 +1,4 @@
-"""What training changes: the policy's weights, the optimiser, their average, and how far it came."""
+"""What training changes: the policy's weights, the optimizer, their average, and how far it came."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
 from groupwise.dist.devices import has_fused_adamw
-from groupwise.memory.recovery import Cut
-from groupwise.training.config import OptimiserConfig
+from groupwise.memory.recovery import RowLimits
+from groupwise.training.config import OptimizerConfig
 
 
 @dataclass
@@ -21,13 +21,13 @@ class State:
     """The one thing that is mutated, and only by `update` and `restore`."""
 
     policy: nn.Module
-    optimiser: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer
     ema: Ema | None = None
     step: int = 0
     """Steps that are complete."""
     updates: int = 0
     """Updates of the policy so far; the learning-rate schedule is a function of it."""
-    cut: Cut = field(default_factory=lambda: Cut(rows_per_pass=1))
+    cut: RowLimits = field(default_factory=lambda: RowLimits(rows_per_pass=1))
     """Into how many pieces the work is cut at present."""
 
     @property
@@ -36,8 +36,8 @@ class State:
 
     @property
     def fused(self) -> bool:
-        """The optimiser's step is one operation, which needs no memory of its own."""
-        return bool(self.optimiser.defaults["fused"])
+        """The optimizer's step is one operation, which needs no memory of its own."""
+        return bool(self.optimizer.defaults["fused"])
 
 
 @dataclass
@@ -64,42 +64,42 @@ class Ema:
             _copy_into(weights, kept)
 
 
-def new_state(policy: nn.Module, config: OptimiserConfig) -> State:
+def create_state(policy: nn.Module, config: OptimizerConfig) -> State:
     weights = trainable_weights(policy)
     if not weights:
         raise UserError(
             "The policy has no parameter that requires a gradient, so there is nothing to train. Unfreeze some, or add"
             " an adapter."
         )
-    optimiser = torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         weights.values(),
         lr=config.learning_rate,
         betas=config.betas,
         weight_decay=config.weight_decay,
-        fused=all(map(_can_be_fused, weights.values())) or None,  # None leaves it to torch
+        fused=all(map(_supports_fused_adamw, weights.values())) or None,  # None leaves it to torch
     )
     ema = None
     if config.ema_decay is not None:
         ema = Ema(config.ema_decay, {name: weight.detach().clone() for name, weight in weights.items()})
-    return State(policy, optimiser, ema)
+    return State(policy, optimizer, ema)
 
 
-def moments_to_come(state: State) -> list[Tensor]:
+def missing_adam_state(state: State) -> list[Tensor]:
     """Room for AdamW's two moments of each weight that has none yet."""
-    return [torch.empty_like(each) for each in state.trainable if not state.optimiser.state.get(each) for _ in range(2)]
+    return [torch.empty_like(each) for each in state.trainable if not state.optimizer.state.get(each) for _ in range(2)]
 
 
-def make_room(state: State) -> None:
-    """Take and give back what the optimiser's step will need: it must not run out of memory among half the weights.
+def reserve_optimizer_memory(state: State) -> None:
+    """Take and give back what the optimizer's step will need: it must not run out of memory among half the weights.
 
     Two moments for each weight that has none yet, and where AdamW is not fused, its results: one of every weight.
     """
-    room = moments_to_come(state)
+    room = missing_adam_state(state)
     if not state.fused:
         room += [torch.empty_like(weight) for weight in state.trainable]
 
 
-def _can_be_fused(weight: nn.Parameter) -> bool:
+def _supports_fused_adamw(weight: nn.Parameter) -> bool:
     """The kernel takes weights, gradients and moments as they lie in memory, whatever their strides, and says nothing.
 
     Gradients are contiguous once they are summed over the ranks, moments lie as their weight does.
@@ -111,7 +111,7 @@ def trainable_weights(policy: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
 
 
-def learning_rate(config: OptimiserConfig, update: int, updates: int) -> float:
+def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
     """The rate of one update of `updates`: a pure function, so there is no schedule to save or to lose."""
     if update < config.warmup_updates:
         return config.learning_rate * (update + 1) / config.warmup_updates

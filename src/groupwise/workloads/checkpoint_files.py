@@ -10,14 +10,14 @@ from typing import Any
 
 from groupwise.core.errors import UserError
 
-META = "checkpoint.json"
+METADATA_FILE = "checkpoint.json"
 WEIGHTS, AVERAGED_WEIGHTS = "policy.safetensors", "ema.safetensors"
 
 
-def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
+def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint that is whole; every damaged one passed over is warned about."""
     for path in newest_first(folder):
-        found = next(damage(path), None)
+        found = next(checkpoint_errors(path), None)
         if found is None:
             return path
         warn(f"Checkpoint {path} is damaged ({found}); trying the one before it.")
@@ -30,7 +30,7 @@ def newest_good(folder: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((path / META).read_text())
+    meta: dict[str, Any] = json.loads((path / METADATA_FILE).read_text())
     return meta
 
 
@@ -42,21 +42,21 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def hash_of_meta(meta: Mapping[str, Any]) -> str:
+def metadata_hash(meta: Mapping[str, Any]) -> str:
     """Of everything in the description but this hash itself."""
-    rest = {**meta, "sha256": {name: value for name, value in meta["sha256"].items() if name != META}}
+    rest = {**meta, "sha256": {name: value for name, value in meta["sha256"].items() if name != METADATA_FILE}}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def damage(path: Path) -> Iterator[str]:
+def checkpoint_errors(path: Path) -> Iterator[str]:
     """What is wrong with a checkpoint, if anything."""
     try:
         meta = read_meta(path)
         hashes = dict(meta["sha256"])
-        if hashes.pop(META) != hash_of_meta(meta) or meta["step"] != step_of(path):
-            yield f"{META} is not what was written"
+        if hashes.pop(METADATA_FILE) != metadata_hash(meta) or meta["step"] != step_of(path):
+            yield f"{METADATA_FILE} is not what was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
-        yield f"{META} cannot be read: {error}"
+        yield f"{METADATA_FILE} cannot be read: {error}"
         return
     for name, expected in hashes.items():
         part = path / name

@@ -16,7 +16,7 @@ _Found = TypeVar("_Found")
 _LOADS_AT_ONCE = 100 * 2**20  # bytes of weights
 
 
-def model_source(name: str | Path, *, no_folder: str, no_model: str) -> str:
+def resolve_model(name: str | Path, *, no_folder: str, no_model: str) -> str:
     """The folder or the name on the hub, with what to tell a user who names a folder that is not there or is empty."""
     path = Path(name)
     if path.is_dir():
@@ -28,9 +28,9 @@ def model_source(name: str | Path, *, no_folder: str, no_model: str) -> str:
     return name
 
 
-def fetched(source: str, fetch: Callable[[], _Found], *, called: str, remedy: str = "") -> _Found:
+def load_from_hub(source: str, fetch: Callable[[], _Found], *, called: str, remedy: str = "") -> _Found:
     """What `fetch` finds at a source; a model that loads at once does so without transformers' progress bar."""
-    with _bar_if_long(source):
+    with _progress_bar_for_large_models(source):
         try:
             return fetch()
         except (OSError, ValueError, KeyError, SafetensorError) as fault:
@@ -43,7 +43,7 @@ def fetched(source: str, fetch: Callable[[], _Found], *, called: str, remedy: st
 
 
 @contextmanager
-def _bar_if_long(source: str) -> Iterator[None]:
+def _progress_bar_for_large_models(source: str) -> Iterator[None]:
     weights = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) if Path(source).is_dir() else None
     if weights is None or weights > _LOADS_AT_ONCE or not logging.is_progress_bar_enabled():
         yield

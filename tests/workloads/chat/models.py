@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 
 VOCABULARY = 96
 SMALL: dict[str, Any] = {
@@ -45,7 +45,7 @@ def qwen3_moe(**changes: Any) -> Any:
 
 
 def gpt2() -> Any:
-    """It normalises in the dtype it computes in, so float64 stays float64 throughout."""
+    """It normalizes in the dtype it computes in, so float64 stays float64 throughout."""
     return _made(
         transformers.GPT2Config(
             vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=128, bos_token_id=1, eos_token_id=2
@@ -72,6 +72,6 @@ def ragged_prompts(count: int = 3, *, shortest: int = 1, longest: int = 9, seed:
     return [[chance.randrange(3, VOCABULARY) for _ in range(chance.randint(shortest, longest))] for _ in range(count)]
 
 
-def rows_for(groups: int, members: int, *, seed: int = 3, step: int = 2) -> Rows:
+def rows_for(groups: int, members: int, *, seed: int = 3, step: int = 2) -> RolloutRows:
     group = torch.arange(groups).repeat_interleave(members)
-    return Rows(seed, step, groups * members, group + 7, torch.arange(members).repeat(groups), group)
+    return RolloutRows(seed, step, groups * members, group + 7, torch.arange(members).repeat(groups), group)

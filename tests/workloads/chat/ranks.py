@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect, disconnect, end_at_once
-from groupwise.training.loop import rollout, training_steps
+from groupwise.dist.comm import connect, disconnect, exit_now
+from groupwise.training.loop import generate_rollouts, training_steps
 from groupwise.training.run import set_up
 from workloads.chat.tiny import recipe
 
@@ -23,7 +23,7 @@ FIGURES = ("tokens", "tokens_better", "tokens_worse", "truncated_share", "entrop
 def outcome(
     folder: Path, placement: str, *, rows_per_pass: int, tokens_per_pass: int | None = None
 ) -> dict[str, object]:
-    """What was said by (group, member), the gradient and the step's figures.
+    """What was said by (group, member), the gradient and the step's metrics.
 
     Weights would say less: AdamW makes whole steps of the rounding in gradients that are zero.
     """
@@ -31,14 +31,14 @@ def outcome(
     config = replace(config, steps=1, placement=placement, rows_per_pass=rows_per_pass)
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
-    rows = placed.of(setup.comm.rank)
-    said = [completion.ids for completion in rollout(setup.workload, placed, setup.comm).data["completion"]]
+    rows = placed.rows_of(setup.comm.rank)
+    said = [completion.ids for completion in generate_rollouts(setup.workload, placed, setup.comm).data["completion"]]
     keys = zip(rows.group.tolist(), rows.member.tolist(), said, strict=True)
     everything = {(group, member): ids for group, member, ids in setup.comm.gather_objects(list(keys))}
     steps = list(training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm))
     gradient = torch.cat([parameter.grad.flatten() for parameter in setup.workload.policy.parameters()])
-    figures = {name: steps[-1].figures[name] for name in FIGURES}
-    return {"said": everything, "gradient": gradient, "figures": figures, "ranks": setup.comm.ranks}
+    metrics = {name: steps[-1].metrics[name] for name in FIGURES}
+    return {"said": everything, "gradient": gradient, "metrics": metrics, "ranks": setup.comm.ranks}
 
 
 if __name__ == "__main__":
@@ -46,4 +46,4 @@ if __name__ == "__main__":
     if connect().is_main:
         torch.save(found, sys.argv[2])
     disconnect()
-    end_at_once()
+    exit_now()

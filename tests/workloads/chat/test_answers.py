@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.workloads.chat.rewards import as_number, given_number, last_boxed, right_number
+from groupwise.workloads.chat.rewards import answer_in_completion, answer_in_dataset, last_boxed, parse_number
 
 
 @pytest.mark.parametrize(
@@ -42,17 +42,17 @@ from groupwise.workloads.chat.rewards import as_number, given_number, last_boxed
     ],
 )
 def test_by_hand(text, number):
-    assert given_number(text) == number
+    assert answer_in_completion(text) == number
 
 
 def test_what_is_marked_goes_before_what_is_boxed():
-    assert given_number(r"\boxed{5} #### 6") == 6
+    assert answer_in_completion(r"\boxed{5} #### 6") == 6
 
 
 def test_a_column_may_hold_the_number_alone():
-    assert right_number("1,000") == 1000
-    assert right_number("work\n#### 5") == 5
-    assert right_number("five") is None
+    assert answer_in_dataset("1,000") == 1000
+    assert answer_in_dataset("work\n#### 5") == 5
+    assert answer_in_dataset("five") is None
 
 
 def test_braces_are_balanced():
@@ -62,23 +62,23 @@ def test_braces_are_balanced():
 
 @pytest.mark.parametrize("text", ["1,2", "12,34", "1.2.3", "--1", "1e5", "½", "1 2 apples"])
 def test_what_is_not_plainly_a_number_is_none(text):
-    assert as_number(text) is None
+    assert parse_number(text) is None
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=2, min_value=-(10**9), max_value=10**9), st.text())
 def test_every_decimal_is_found_however_it_is_dressed(number, before):
     for dressed in (f"{number}", f"{number:,}", f"${number}" if number >= 0 else f"{number}", f" {number} "):
-        assert given_number(f"{before}\n#### {dressed}") == Fraction(number)
-    assert given_number(f"{before.replace('####', '')} \\boxed{{{number:,}}}") == Fraction(number)
+        assert answer_in_completion(f"{before}\n#### {dressed}") == Fraction(number)
+    assert answer_in_completion(f"{before.replace('####', '')} \\boxed{{{number:,}}}") == Fraction(number)
 
 
 @given(st.integers(-(10**7), 10**7), st.text(alphabet="ab #.,0123456789\n", max_size=30))
 def test_agrees_with_the_usual_expression_on_gsm8k_answers(number, before):
     text = f"{before}\n#### {number:,}"
     usual = re.findall(r"#### (\-?[0-9\.\,]+)", text)[-1].replace(",", "")
-    assert given_number(text) == Fraction(usual)
+    assert answer_in_completion(text) == Fraction(usual)
 
 
 def test_digits_without_end_are_no_number():
     """Python would refuse to read them, and every answer beside them would lose its reward."""
-    assert given_number("#### " + "9" * 5000) is None
+    assert answer_in_completion("#### " + "9" * 5000) is None

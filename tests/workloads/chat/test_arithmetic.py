@@ -7,24 +7,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tools.arithmetic.pretrain import Plan, batches, pretrain
+from tools.arithmetic.pretrain import PretrainConfig, batches, pretrain
 from tools.arithmetic.tokenizer import train_tokenizer
 
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
 from groupwise.workloads.chat.build import ASSET, load_tokenizer
-from groupwise.workloads.chat.config import ChatConfig, EvalConfig
-from groupwise.workloads.chat.evaluate import sit
-from groupwise.workloads.chat.rewards import given_number
+from groupwise.workloads.chat.config import ChatConfig, ChatEvalConfig
+from groupwise.workloads.chat.evaluate import sample_and_grade
+from groupwise.workloads.chat.rewards import answer_in_completion
 from groupwise.workloads.chat.tasks.arithmetic.task import (
     Problem,
     Split,
-    ask,
-    at_once,
-    continued,
+    answer_directly,
     draw_problem,
+    make_dialogue,
+    remaining_problem,
     rows,
-    worked,
+    solve_step_by_step,
 )
 
 CPU = torch.device("cpu")
@@ -35,8 +35,8 @@ def test_by_hand():
     problem = Problem((14, -2, 9))
     assert problem.text == "14 - 2 + 9"
     assert problem.answer == 21
-    assert worked(problem) == "14-2=12\n12+9=21\n#### 21"
-    assert at_once(problem) == "#### 21"
+    assert solve_step_by_step(problem) == "14-2=12\n12+9=21\n#### 21"
+    assert answer_directly(problem) == "#### 21"
 
 
 @given(st.integers(0, 2**32), st.sampled_from(list(Split)))
@@ -46,12 +46,12 @@ def test_problems_stay_in_range_and_in_their_split(seed, split):
     assert problem.split is split
     assert all(0 <= total <= 40 for total in problem.totals)
     assert 3 <= len(problem.terms) <= 5
-    messages = ask(problem, random)
-    rest = continued(problem, messages)
-    for reply in (worked(rest), at_once(rest)):
-        assert given_number(reply) == problem.answer
+    messages = make_dialogue(problem, random)
+    rest = remaining_problem(problem, messages)
+    for reply in (solve_step_by_step(rest), answer_directly(rest)):
+        assert answer_in_completion(reply) == problem.answer
     if len(messages) == 3:
-        assert given_number(messages[1]["content"]) == rest.terms[0]
+        assert answer_in_completion(messages[1]["content"]) == rest.terms[0]
 
 
 def test_no_question_is_in_two_splits():
@@ -76,7 +76,7 @@ def test_the_shipped_tokenizer_is_the_one_that_is_trained():
 
 
 def test_only_the_last_reply_is_learned():
-    plan = Plan(dialogues_per_step=8, dialogues_per_pass=4)
+    plan = PretrainConfig(dialogues_per_step=8, dialogues_per_pass=4)
     cuts = list(batches(plan, TOKENIZER, step=3))
     assert [ids.shape[0] for ids, _ in cuts] == [4, 4]
     for ids, labels in cuts:
@@ -89,7 +89,9 @@ def test_only_the_last_reply_is_learned():
 
 
 def test_pretraining_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path):
-    plan = Plan(steps=4, dialogues_per_step=4, dialogues_per_pass=2, width=16, hidden=16, layers=1, warm_up_steps=2)
+    plan = PretrainConfig(
+        steps=4, dialogues_per_step=4, dialogues_per_pass=2, width=16, hidden=16, layers=1, warm_up_steps=2
+    )
     losses = {"straight": [], "killed": []}
 
     def run(name, **options):
@@ -108,9 +110,9 @@ def test_pretraining_that_was_killed_goes_on_as_if_it_had_not_been(tmp_path):
 
 
 def test_as_shipped_it_is_right_a_third_to_three_fifths_of_the_time_and_better_when_it_works_things_out():
-    config = replace(load_recipe("chat").workload, eval=EvalConfig(questions=100))
+    config = replace(load_recipe("chat").workload, eval=ChatEvalConfig(questions=100))
     workload = config.build(CPU)
-    exam = sit(workload, workload.parts.held_out, samples=2)
+    exam = sample_and_grade(workload, workload.parts.held_out, samples=2)
     right = exam.passed.flatten()
     assert 0.3 <= right.double().mean() <= 0.6
     has_worked = torch.tensor(["=" in text for text in workload.texts(exam.completions)])

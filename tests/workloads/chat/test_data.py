@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.data.rows import read_table
+from groupwise.data.rows import read_rows
 from groupwise.workloads.chat.build import build
-from groupwise.workloads.chat.config import DataConfig, JudgeConfig, PolicyConfig, Sampling
-from groupwise.workloads.chat.data import Limits, make_prompts
+from groupwise.workloads.chat.config import DataConfig, JudgeConfig, PolicyConfig, SamplingParams
+from groupwise.workloads.chat.data import PromptLimits, make_prompt_set
 from workloads.chat.tiny import byte_tokenizer, chat_config, save_model, write_lines
 
 CPU = torch.device("cpu")
@@ -20,13 +20,13 @@ EXACT = JudgeConfig(functions=("exact",))
 
 
 def table_of(path, rows, bad_rows="refuse", required=("prompt", "answer")):
-    return read_table(str(write_lines(path / "rows.jsonl", rows)), required=required, bad_rows=bad_rows)
+    return read_rows(str(write_lines(path / "rows.jsonl", rows)), required=required, bad_rows=bad_rows)
 
 
 def prompts_of(path, rows, judge=EXACT, tokenizer=TOKENIZER, longest=128, **data):
     config = DataConfig(**data)
     table = table_of(path, rows, config.bad_rows, required=("prompt",))
-    return make_prompts(table, tokenizer, config, judge, Limits(longest, 16, 300))
+    return make_prompt_set(table, tokenizer, config, judge, PromptLimits(longest, 16, 300))
 
 
 @pytest.mark.parametrize(
@@ -50,9 +50,9 @@ def test_a_broken_line_is_named_or_dropped_and_counted(tmp_path, line, says):
 def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path):
     (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
     with pytest.raises(UserError, match="line 1: byte 13 is not UTF-8"):
-        read_table(str(tmp_path / "rows.jsonl"), required=(), bad_rows="refuse")
+        read_rows(str(tmp_path / "rows.jsonl"), required=(), bad_rows="refuse")
     with pytest.raises(UserError, match="There is no dataset at"):
-        read_table(str(tmp_path / "none.jsonl"), required=(), bad_rows="refuse")
+        read_rows(str(tmp_path / "none.jsonl"), required=(), bad_rows="refuse")
     with pytest.raises(UserError, match=r"no usable row \(2 without a column\)"):
         table_of(tmp_path, [{"a": 1}, {"a": 2}], bad_rows="drop")
 
@@ -65,15 +65,15 @@ def test_blank_lines_are_no_rows_and_line_numbers_count_them(tmp_path):
 def test_a_folder_that_datasets_saved(tmp_path):
     saved = datasets.Dataset.from_list(GOOD)
     saved.save_to_disk(tmp_path / "one")
-    table = read_table(str(tmp_path / "one"), required=("prompt",), bad_rows="refuse")
+    table = read_rows(str(tmp_path / "one"), required=("prompt",), bad_rows="refuse")
     assert [dict(row) for row in table.rows] == GOOD
     datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "both")
     with pytest.raises(UserError, match=r"holds 2 splits, train, test: name one of them, as .*both/train"):
-        read_table(str(tmp_path / "both"), required=(), bad_rows="refuse")
-    assert len(read_table(str(tmp_path / "both" / "test"), required=(), bad_rows="refuse").rows) == 2
+        read_rows(str(tmp_path / "both"), required=(), bad_rows="refuse")
+    assert len(read_rows(str(tmp_path / "both" / "test"), required=(), bad_rows="refuse").rows) == 2
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="is not a folder that `datasets` has written"):
-        read_table(str(tmp_path / "empty"), required=(), bad_rows="refuse")
+        read_rows(str(tmp_path / "empty"), required=(), bad_rows="refuse")
 
 
 def test_text_goes_through_the_template_and_messages_too(tmp_path):
@@ -174,16 +174,18 @@ def test_dropped_rows_are_shown_before_training(tmp_path):
     config = chat_config(tmp_path)
     write_lines(tmp_path / "some.jsonl", [*GOOD, "{", {"prompt": "", "answer": "1"}, *GOOD])
     data = DataConfig(train=str(tmp_path / "some.jsonl"), held_out="", bad_rows="drop")
-    notes = build(replace(config, data=data), CPU).notes()
+    notes = build(replace(config, data=data), CPU).reporter.preflight_notes()
     assert "training rows dropped: 1 broken line, 1 empty prompt; 4 are left" in notes
     assert "a completion ends with '<end>', or after 6 tokens" in notes
 
 
 def test_other_questions_to_evaluate_on_than_to_train_on_are_pointed_out(tmp_path):
     own = replace(chat_config(tmp_path).data, held_out="arithmetic")
-    notes = build(chat_config(tmp_path, data=own, sampling=Sampling(max_new_tokens=6)), CPU).notes()
+    notes = build(
+        chat_config(tmp_path, data=own, sampling=SamplingParams(max_new_tokens=6)), CPU
+    ).reporter.preflight_notes()
     assert any("evaluation asks the embedded sums" in note for note in notes)
-    assert not any("embedded sums" in note for note in build(chat_config(tmp_path), CPU).notes())
+    assert not any("embedded sums" in note for note in build(chat_config(tmp_path), CPU).reporter.preflight_notes())
 
 
 def test_a_model_without_a_tokenizer(tmp_path):
@@ -196,4 +198,4 @@ def test_a_model_without_a_tokenizer(tmp_path):
 
 def test_greedy_training_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"sampling\.temperature is 0: all members of a group would be equal"):
-        chat_config(tmp_path, sampling=Sampling(temperature=0.0))
+        chat_config(tmp_path, sampling=SamplingParams(temperature=0.0))

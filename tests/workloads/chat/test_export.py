@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.training.checkpoint import newest_good, restore
+from groupwise.training.checkpoint import newest_valid_checkpoint, restore
 from groupwise.training.run import set_up
 from groupwise.workloads.chat.build import export
 from groupwise.workloads.chat.config import PolicyConfig
@@ -23,13 +23,13 @@ def test_the_exported_model_computes_what_the_trained_policy_does(tmp_path, lora
     config = replace(
         config,
         steps=2,
-        optimiser=replace(config.optimiser, ema_decay=ema_decay),
+        optimizer=replace(config.optimizer, ema_decay=ema_decay),
         run=gw.RunConfig(run_dir=tmp_path / "run", preflight=False),
     )
     gw.train(config)
     export(tmp_path / "run", tmp_path / "out")
     setup = set_up(config)
-    restore(newest_good(tmp_path / "run" / "checkpoints", print), setup.state)
+    restore(newest_valid_checkpoint(tmp_path / "run" / "checkpoints", print), setup.state)
     setup.workload.policy.causal_lm.set_attn_implementation("sdpa")  # to be called by itself
     ids = torch.arange(9)[None]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine import logprobs as head_module
-from groupwise.workloads.chat.engine.attention import attend, attend_by_products, merge
+from groupwise.workloads.chat.engine.attention import attend, attention_eager, merge_by_lse
 from groupwise.workloads.chat.engine.generate import generate
-from groupwise.workloads.chat.engine.packing import attend_by_blocks, attend_by_parts, pack
+from groupwise.workloads.chat.engine.packing import pack_batch, packed_attention_flash, packed_attention_flex
 from groupwise.workloads.chat.engine.policy import make_policy
 from groupwise.workloads.chat.engine.score import score
 from workloads.chat.models import FAMILIES, gpt2, llama, ragged_prompts, rows_for
 
 STOPS = tuple(range(5, 17))
-FREE = Sampling(max_new_tokens=10, stop_ids=STOPS)
-NARROW = Sampling(0.8, 20, 0.9, 10, STOPS)
+FREE = SamplingParams(max_new_tokens=10, stop_ids=STOPS)
+NARROW = SamplingParams(0.8, 20, 0.9, 10, STOPS)
 PROMPTS = ragged_prompts(3)
 
 
@@ -120,11 +120,11 @@ def test_the_chunked_head_has_the_gradient_of_log_softmax(monkeypatch, temperatu
     mixes[0, 30:90] = 0  # a row without gradient is left out of the products
     found = []
     for chunk in (40 * 64, 1 << 21):
-        monkeypatch.setattr(head_module, "CHUNK_NUMBERS", chunk)
+        monkeypatch.setattr(head_module, "LOGITS_PER_CHUNK", chunk)
         for mix in (mixes, mixes * torch.tensor([[1.0], [0.0]], dtype=torch.float64)):
             leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
-            head = head_module.Head(leaves[1], leaves[2], torch.float64)
-            logps, entropies = head_module.token_logps(head, leaves[0], ids, kept, temperature)
+            head = head_module.OutputHead(leaves[1], leaves[2], torch.float64)
+            logps, entropies = head_module.token_logprobs(head, leaves[0], ids, kept, temperature)
             found.append(torch.autograd.grad((mix[0] * logps + mix[1] * entropies).sum(), leaves))
             leaves = [each.clone().requires_grad_() for each in (hidden, weight, bias)]
             scaled = (leaves[0] @ leaves[1].T + leaves[2]) / temperature
@@ -141,7 +141,7 @@ def test_the_chunked_head_has_the_gradient_of_log_softmax(monkeypatch, temperatu
 def test_no_tensor_of_tokens_by_vocabulary_is_ever_held(monkeypatch):
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    monkeypatch.setattr(head_module, "CHUNK_NUMBERS", 4096)
+    monkeypatch.setattr(head_module, "LOGITS_PER_CHUNK", 4096)
     largest = 0
 
     class Watch(TorchDispatchMode):
@@ -154,8 +154,8 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_held(monkeypatch):
 
     hidden, weight = torch.randn(2000, 8, requires_grad=True), torch.randn(500, 8, requires_grad=True)
     with Watch():
-        logps, _ = head_module.token_logps(
-            head_module.Head(weight, None, torch.float32), hidden, torch.randint(500, (2000,)), None, 1.0
+        logps, _ = head_module.token_logprobs(
+            head_module.OutputHead(weight, None, torch.float32), hidden, torch.randint(500, (2000,)), None, 1.0
         )
         logps.sum().backward()
     assert 0 < largest <= 64 * 500 < 2000 * 500 / 10
@@ -168,7 +168,7 @@ def test_flash_and_products_are_the_same_attention_and_log_sum_exp(causal):
     bias = None if causal else torch.zeros(2, 1, 1, 5).masked_fill(torch.arange(5) > 3, -torch.inf)
     flash = attend(query, key, value, scale=0.3, causal=causal, bias=bias)
     for ours, theirs in zip(
-        attend_by_products(query, key, value, scale=0.3, causal=causal, bias=bias), flash, strict=True
+        attention_eager(query, key, value, scale=0.3, causal=causal, bias=bias), flash, strict=True
     ):
         assert_close(ours, theirs)
 
@@ -177,14 +177,14 @@ def test_attention_over_two_sets_of_keys_is_merged_exactly():
     query, key, value = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8)
     whole, _ = attend(query, key, value, scale=0.5)
     halves = [attend(query, key[:, :, part], value[:, :, part], scale=0.5) for part in (slice(0, 4), slice(4, 9))]
-    assert_close(merge(*halves[0], *halves[1]), whole)
+    assert_close(merge_by_lse(*halves[0], *halves[1]), whole)
 
 
 def test_parts_and_blocks_are_the_same_attention():
     """The path of other devices (flex attention) beside that of the CPU."""
     torch.manual_seed(1)
-    packed = pack([[3, 4, 5], [6]], [[[1, 2], [7], []], [[8, 9, 1, 2, 3]]], torch.device("cpu"))
+    packed = pack_batch([[3, 4, 5], [6]], [[[1, 2], [7], []], [[8, 9, 1, 2, 3]]], torch.device("cpu"))
     query, key, value = (torch.randn(1, heads, len(packed.ids), 16) for heads in (4, 2, 2))
-    by_parts = attend_by_parts(query, key, value, packed, 0.3)
-    assert_close(by_parts, attend_by_blocks(query, key, value, packed.block_mask, 0.3))
+    by_parts = packed_attention_flash(query, key, value, packed, 0.3)
+    assert_close(by_parts, packed_attention_flex(query, key, value, packed.block_mask, 0.3))
     assert packed.positions.tolist() == [0, 1, 2, 0, 3, 4, 3, 1, 2, 3, 4, 5]

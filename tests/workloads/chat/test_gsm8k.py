@@ -7,7 +7,7 @@ import pytest
 from processes import start
 
 from groupwise.cli.main import main
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 from workloads.chat.tiny import save_model, write_lines
 
 LINES = [
@@ -47,10 +47,10 @@ def words(files, **others):
 def test_it_trains_and_is_judged(files, tmp_path, capsys):
     run = tmp_path / "run"
     assert main(["train", "chat-gsm8k", *words(files, **{"run-dir": run})]) == 0
-    (metrics,) = read_lines(run / "metrics.jsonl")
+    (metrics,) = read_jsonl(run / "metrics.jsonl")
     assert metrics["reward/numeric"] == 0  # a random model
     assert metrics["truncated_share"] > 0
-    sample = read_lines(run / "samples.jsonl")[0]
+    sample = read_jsonl(run / "samples.jsonl")[0]
     assert "four hash signs" in sample["prompt"]
     assert "Tom has" in sample["prompt"]
     assert sample["answer"].startswith("Tom has")
@@ -83,7 +83,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_bit_by_bit_the_same(files, tmp
     killed.communicate()
     assert main(command("killed")) == 0
     assert main(command("straight")) == 0
-    for name in ("policy.safetensors", "optimiser.pt"):
+    for name in ("policy.safetensors", "optimizer.pt"):
         straight, resumed = (
             (tmp_path / run / "checkpoints" / "step-000005" / name).read_bytes() for run in ("straight", "killed")
         )

@@ -10,9 +10,15 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from groupwise.workloads.chat.config import PolicyConfig
-from groupwise.workloads.chat.engine.forward import OwnForward
-from groupwise.workloads.chat.engine.llama_forward import LeanForward, lean_forward, normalised, rotated, rotation
-from groupwise.workloads.chat.engine.packing import pack
+from groupwise.workloads.chat.engine.forward import StockForward
+from groupwise.workloads.chat.engine.llama_forward import (
+    LlamaForward,
+    apply_rotary,
+    llama_forward,
+    rms_norm,
+    rotary_tables,
+)
+from groupwise.workloads.chat.engine.packing import pack_batch
 from groupwise.workloads.chat.engine.policy import make_policy
 from workloads.chat.models import FAMILIES, llama, qwen3, qwen3_moe
 
@@ -24,14 +30,14 @@ def forward_of(policy):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models_of_llamas_build_take_it_and_others_compute_as_before(family):
     policy = make_policy(FAMILIES[family](), PolicyConfig(path="shared"))
-    assert forward_of(policy) is (LeanForward if family in ("llama", "qwen3", "qwen3_moe") else OwnForward)
+    assert forward_of(policy) is (LlamaForward if family in ("llama", "qwen3", "qwen3_moe") else StockForward)
 
 
 def test_adapters_and_gradient_checkpointing_take_it_too():
     policy = make_policy(llama(), PolicyConfig(lora_rank=2, reference="adapter", gradient_checkpointing=True))
-    assert forward_of(policy) is LeanForward
+    assert forward_of(policy) is LlamaForward
     copied = make_policy(llama(), PolicyConfig(reference="copy"))
-    assert [type(each) for each in copied._forwards] == [LeanForward, LeanForward]
+    assert [type(each) for each in copied._forwards] == [LlamaForward, LlamaForward]
     assert copied._forwards[0].model is not copied._forwards[1].model
 
 
@@ -45,9 +51,9 @@ def test_a_model_that_only_looks_like_llama_computes_as_before():
 
     for layer in model.model.layers:
         layer.mlp.__class__ = Doubled
-    assert lean_forward(model.model) is not None
+    assert llama_forward(model.model) is not None
     policy = make_policy(model, PolicyConfig(path="shared"))
-    assert forward_of(policy) is OwnForward
+    assert forward_of(policy) is StockForward
 
 
 def test_hooks_are_still_called():
@@ -55,14 +61,14 @@ def test_hooks_are_still_called():
     model.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
     policy = make_policy(model, PolicyConfig(path="shared"))
     heard.clear()
-    packed = pack([[3, 4]], [[[5]]], policy.device)
+    packed = pack_batch([[3, 4]], [[[5]]], policy.device)
     policy.hidden(packed.ids[None], packed.positions[None], packed)
     assert heard == [1]
 
 
 def test_a_copy_of_a_policy_computes_with_its_own_weights():
     policy = make_policy(llama(), PolicyConfig())
-    packed = pack([[3, 4]], [[[5]]], policy.device)
+    packed = pack_batch([[3, 4]], [[[5]]], policy.device)
     twin = copy.deepcopy(policy)
     with torch.no_grad():
         for weight in twin.parameters():
@@ -75,10 +81,10 @@ def test_a_copy_of_a_policy_computes_with_its_own_weights():
 @pytest.mark.parametrize("make", [llama, qwen3, qwen3_moe])
 def test_hidden_states_and_gradients_are_those_of_the_models_own_forward(make):
     policy = make_policy(make(), PolicyConfig())
-    packed = pack([[3, 4, 5], [6, 7]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
+    packed = pack_batch([[3, 4, 5], [6, 7]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
     asked = packed.ids[None], packed.positions[None], packed
     found = []
-    for forward in (LeanForward(policy.causal_lm.base_model), OwnForward(policy.causal_lm.base_model)):
+    for forward in (LlamaForward(policy.causal_lm.base_model), StockForward(policy.causal_lm.base_model)):
         policy.zero_grad()
         hidden = forward(*asked)
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
@@ -94,13 +100,13 @@ def test_a_norm_by_hand():
     values, weight = torch.tensor([[1.0, 7.0]]), torch.tensor([10.0, 1.0])
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
-            assert_close(normalised(values, weight, 0.0), torch.tensor([[2.0, 1.4]]))
+            assert_close(rms_norm(values, weight, 0.0), torch.tensor([[2.0, 1.4]]))
 
 
 def test_a_quarter_turn_by_hand():
     # cos 0, sin 1: the second half becomes the first with a minus, and the first the second
-    turn = rotation(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
-    assert rotated(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), turn).tolist() == [[[[-3.0, -4.0, 1.0, 2.0]]]]
+    turn = rotary_tables(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
+    assert apply_rotary(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), turn).tolist() == [[[[-3.0, -4.0, 1.0, 2.0]]]]
 
 
 def test_the_pieces_have_the_gradients_that_autograd_finds():
@@ -109,7 +115,7 @@ def test_the_pieces_have_the_gradients_that_autograd_finds():
     cos, sin = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
 
     def by_hand():
-        return rotated(normalised(values, weight, 1e-6), rotation(cos, sin))
+        return apply_rotary(rms_norm(values, weight, 1e-6), rotary_tables(cos, sin))
 
     def by_autograd():
         normed = weight * values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)
@@ -126,7 +132,7 @@ def test_the_pieces_have_the_gradients_that_autograd_finds():
 def test_in_the_last_layer_only_tokens_that_predict_go_on_after_attention():
     """Its output and the three products of its feed-forward part; everything before them sees every token."""
     policy = make_policy(llama(), PolicyConfig())
-    packed = pack([[3, 4, 5, 6, 7], [6, 7, 8]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
+    packed = pack_batch([[3, 4, 5, 6, 7], [6, 7, 8]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
     rows = []
 
     class Products(TorchDispatchMode):

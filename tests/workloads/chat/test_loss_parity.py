@@ -11,16 +11,16 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.training.update import Totals, loss_of_pass
-from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.training.update import StepTotals, loss_of_pass
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
-from groupwise.workloads.chat.engine.plain import score_plainly
+from groupwise.workloads.chat.engine.plain import score_plain
 from groupwise.workloads.chat.engine.policy import make_policy
-from groupwise.workloads.chat.engine.sampler import padded, token_mask
+from groupwise.workloads.chat.engine.sampler import completion_mask, pad_rows
 from groupwise.workloads.chat.engine.score import score
 from workloads.chat.models import llama, ragged_prompts, rows_for
 
-SAMPLING = Sampling(max_new_tokens=12, stop_ids=tuple(range(5, 25)))
+SAMPLING = SamplingParams(max_new_tokens=12, stop_ids=tuple(range(5, 25)))
 PROMPTS, ROWS = ragged_prompts(2), rows_for(2, 3)
 OF = ROWS.condition.tolist()
 ADVANTAGES = [1.3, -0.4, -0.9, 0.2, 1.1, -1.3]
@@ -57,13 +57,13 @@ def test_the_loss_is_the_documented_one(kind):
     lengths = [len(each) for each in completions]
     assert len(set(lengths)) > 2
     with torch.no_grad():
-        now, _ = score_plainly(plain, [PROMPTS[nth] for nth in OF], completions, SAMPLING)
+        now, _ = score_plain(plain, [PROMPTS[nth] for nth in OF], completions, SAMPLING)
     noise = torch.randn(2, 6, max(lengths), generator=torch.Generator().manual_seed(0)) * 0.3
     old = [row + noise[0, nth, : len(row)] for nth, row in enumerate(now)]
     reference = [row + noise[1, nth, : len(row)] for nth, row in enumerate(now)]
     scored = score(policy, PROMPTS, OF, completions, SAMPLING)
-    scored = gw.Scored(scored.logp, reference_logp=padded(reference))
-    rollouts = gw.Rollouts(torch.tensor(OF), padded(old), token_mask(completions))
-    loss, _ = loss_of_pass(scored, rollouts, torch.tensor(ADVANTAGES), Totals(sum(lengths), 6), CONFIGS[kind])
+    scored = gw.Scores(scored.logp, reference_logp=pad_rows(reference))
+    rollouts = gw.Rollouts(torch.tensor(OF), pad_rows(old), completion_mask(completions))
+    loss, _ = loss_of_pass(scored, rollouts, torch.tensor(ADVANTAGES), StepTotals(sum(lengths), 6), CONFIGS[kind])
     columns = ([row.tolist() for row in rows] for rows in (now, old, reference))
     assert loss.item() == pytest.approx(documented(kind, *columns), abs=1e-5)

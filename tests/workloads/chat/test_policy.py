@@ -9,13 +9,13 @@ import transformers
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.engine.policy import load_policy, make_policy
-from groupwise.workloads.chat.engine.score import cut_into_passes, score
+from groupwise.workloads.chat.engine.score import score, split_into_passes
 from workloads.chat.models import SMALL, _made, llama, ragged_prompts, rows_for
 
-SAMPLING = Sampling(max_new_tokens=6, stop_ids=(5, 6, 7))
+SAMPLING = SamplingParams(max_new_tokens=6, stop_ids=(5, 6, 7))
 PROMPTS, ROWS = ragged_prompts(2), rows_for(2, 3)
 OF = ROWS.condition.tolist()
 
@@ -60,7 +60,7 @@ def test_bfloat16_rounds_each_weight_once_for_all_tokens_of_a_rollout():
 
     def rounded_bytes(tokens):
         with torch.profiler.profile(profile_memory=True) as seen:
-            generate(policy, PROMPTS, [0], rows_for(1, 1), Sampling(max_new_tokens=tokens))
+            generate(policy, PROMPTS, [0], rows_for(1, 1), SamplingParams(max_new_tokens=tokens))
         return sum(event.cpu_memory_usage for event in seen.key_averages() if event.key == "aten::_to_copy")
 
     weights = 2 * sum(weight.numel() for weight in policy.parameters())
@@ -119,7 +119,7 @@ def test_passes_hold_whole_groups_and_no_more_than_they_may():
     of, prompt_tokens, tokens = [0, 0, 1, 1, 1, 2], [10, 10, 5, 5, 5, 20], [3, 4, 5, 6, 7, 8]
 
     def cut(rows: int, most: int | None = None) -> list[list[int]]:
-        found = cut_into_passes(of, prompt_tokens, tokens, rows_per_pass=rows, tokens_per_pass=most)
+        found = split_into_passes(of, prompt_tokens, tokens, rows_per_pass=rows, tokens_per_pass=most)
         return [part.tolist() for part in found]
 
     assert cut(6) == [[0, 1, 2, 3, 4, 5]]
@@ -138,7 +138,7 @@ def test_cutting_does_not_change_the_gradient():
     found = []
     for limits in ({"rows_per_pass": 6}, {"rows_per_pass": 2}, {"rows_per_pass": 6, "tokens_per_pass": 12}):
         policy.zero_grad()
-        for rows in cut_into_passes(OF, *sizes, **limits):
+        for rows in split_into_passes(OF, *sizes, **limits):
             part = [completions[row] for row in rows]
             scored = score(policy, PROMPTS, [OF[row] for row in rows], part, SAMPLING)
             (scored.logp.square().sum()).backward()

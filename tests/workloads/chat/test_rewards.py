@@ -6,7 +6,7 @@ import time
 import pytest
 
 from groupwise.core.errors import UserError
-from groupwise.rewards.call import judge
+from groupwise.rewards.call import call_rewards
 from groupwise.workloads.chat.config import JudgeConfig
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
 
@@ -17,17 +17,19 @@ SAID = ["2 + 2 = 4\n#### 4", "#### 5", r"so \boxed{4}"]
 def judged(*functions, said=SAID, columns=None, **settings):
     found = reward_functions(JudgeConfig(functions=functions, **settings), max_new_tokens=10)
     ids = [list(range(length)) for length in (2, 8, 10)]
-    return judge(found, PROMPTS, said, completion_ids=ids, **(columns or {"answer": ["4", "#### 4.0", "4"]}))
+    return call_rewards(found, PROMPTS, said, completion_ids=ids, **(columns or {"answer": ["4", "#### 4.0", "4"]}))
 
 
 def test_by_name():
     terms = judged("numeric", "exact", "regex", "length", pattern="^so")
-    assert terms.values["numeric"].tolist() == [1, 0, 1]
-    assert terms.values["exact"].tolist() == [0, 0, 0]
-    assert terms.values["regex"].tolist() == [0, 0, 1]
+    assert terms.per_rollout["numeric"].tolist() == [1, 0, 1]
+    assert terms.per_rollout["exact"].tolist() == [0, 0, 0]
+    assert terms.per_rollout["regex"].tolist() == [0, 0, 1]
     # longest 10: 1 up to 5 tokens, then 2 - 2 x 8 / 10 = 0.4, then 0
-    assert terms.values["length"].tolist() == pytest.approx([1, 0.4, 0])
-    assert judged("exact", said=["4", " 4\n", "four"], columns={"answer": [4, "4", "4"]}).values["exact"].tolist() == [
+    assert terms.per_rollout["length"].tolist() == pytest.approx([1, 0.4, 0])
+    assert judged("exact", said=["4", " 4\n", "four"], columns={"answer": [4, "4", "4"]}).per_rollout[
+        "exact"
+    ].tolist() == [
         1,
         1,
         0,
@@ -36,12 +38,12 @@ def test_by_name():
 
 def test_messages_are_read_as_texts():
     said = [[{"role": "assistant", "content": text}] for text in SAID]
-    assert judged("numeric", said=said).values["numeric"].tolist() == [1, 0, 1]
+    assert judged("numeric", said=said).per_rollout["numeric"].tolist() == [1, 0, 1]
 
 
 def test_another_column_holds_the_answer():
     terms = judged("numeric", answer_column="solution", columns={"solution": ["4", "5", "6"]})
-    assert terms.values["numeric"].tolist() == [1, 1, 0]
+    assert terms.per_rollout["numeric"].tolist() == [1, 1, 0]
     assert required_columns(JudgeConfig(functions=("numeric",), answer_column="solution")) == ("solution",)
     assert required_columns(JudgeConfig(functions=("length",))) == ()
 
@@ -70,11 +72,11 @@ def test_functions_of_ones_own_get_columns_and_token_ids_and_fail_by_themselves(
     begun = time.monotonic()
     terms = judged(*names, seconds=0.3, columns={"level": [1, 10, 100], "answer": ["4", "4", "4"]})
     assert time.monotonic() - begun < 10
-    assert terms.values["shout"].tolist() == [2, 80, 1000]
-    assert terms.values["later"].isnan().tolist() == [False, True, False]
-    assert terms.values["hangs"].isnan().all()
-    assert terms.values["raises"].isnan().all()
-    assert terms.values["numeric"].tolist() == [1, 0, 1]
+    assert terms.per_rollout["shout"].tolist() == [2, 80, 1000]
+    assert terms.per_rollout["later"].isnan().tolist() == [False, True, False]
+    assert terms.per_rollout["hangs"].isnan().all()
+    assert terms.per_rollout["raises"].isnan().all()
+    assert terms.per_rollout["numeric"].tolist() == [1, 0, 1]
     assert "longer than the 0.3 s of judge.seconds" in terms.failures["hangs"]
     assert "RuntimeError: judge down" in terms.failures["raises"]
 

@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.core.placement import Rows
-from groupwise.workloads.chat.config import PolicyConfig, Sampling
+from groupwise.core.placement import RolloutRows
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.engine.policy import make_policy
-from groupwise.workloads.chat.engine.sampler import padded
+from groupwise.workloads.chat.engine.sampler import pad_rows
 from groupwise.workloads.chat.engine.score import score
 from workloads.chat.models import FAMILIES, llama, ragged_prompts, rows_for
 
 STOPS = tuple(range(5, 13))
-SAMPLING = Sampling(max_new_tokens=40, stop_ids=STOPS)
+SAMPLING = SamplingParams(max_new_tokens=40, stop_ids=STOPS)
 PROMPTS = ragged_prompts(4)
 ROWS = rows_for(4, 3)
 POLICY = make_policy(llama().double(), PolicyConfig(dtype="float64", path="shared"))
 ALL = generate(POLICY, PROMPTS, ROWS.condition.tolist(), ROWS, SAMPLING)
 
 
-def only(rows: Rows, some: list[int]) -> Rows:
+def only(rows: RolloutRows, some: list[int]) -> RolloutRows:
     return replace(rows, group=rows.group[some], member=rows.member[some], condition=rows.condition[some])
 
 
@@ -53,7 +53,7 @@ def test_every_family_says_what_it_says_alone(family):
     policies = [
         make_policy(copy.deepcopy(model), PolicyConfig(dtype="float64", path=path)) for path in ("plain", "shared")
     ]
-    sampling = Sampling(0.9, 30, 0.95, 12, STOPS)
+    sampling = SamplingParams(0.9, 30, 0.95, 12, STOPS)
     of = ROWS.condition.tolist()
     plain = generate(policies[0], PROMPTS, of, ROWS, sampling)
     shared = generate(policies[1], PROMPTS, of, ROWS, sampling, decode_rows=5)
@@ -80,14 +80,14 @@ def test_stop_tokens_end_a_completion_and_belong_to_it():
     assert {each.stopped for each in ALL} == {True, False} or len({len(each) for each in ALL}) > 4
 
 
-@pytest.mark.parametrize("sampling", [SAMPLING, Sampling(0.7, 10, 0.8, 20, STOPS)], ids=["free", "narrow"])
+@pytest.mark.parametrize("sampling", [SAMPLING, SamplingParams(0.7, 10, 0.8, 20, STOPS)], ids=["free", "narrow"])
 def test_the_ratio_is_1_before_the_first_update(sampling):
     of = ROWS.condition.tolist()
     completions = generate(POLICY, PROMPTS, of, ROWS, sampling, decode_rows=5)
     scored = score(POLICY, PROMPTS, of, completions, sampling, width=50)
     assert scored.logp.shape == (12, 50)
-    assert_close(scored.logp, padded([each.logps for each in completions], 50), atol=1e-9, rtol=0)
-    assert_close(scored.entropy, padded([each.entropies for each in completions], 50), atol=1e-9, rtol=0)
+    assert_close(scored.logp, pad_rows([each.logps for each in completions], 50), atol=1e-9, rtol=0)
+    assert_close(scored.entropy, pad_rows([each.entropies for each in completions], 50), atol=1e-9, rtol=0)
 
 
 def test_a_cap_on_rows_caps_the_cache():
@@ -104,7 +104,7 @@ def test_a_cap_on_rows_caps_the_cache():
 
 def test_greedy_takes_the_likeliest():
     of = ROWS.condition.tolist()
-    found = generate(POLICY, PROMPTS, of, ROWS, Sampling(temperature=0, max_new_tokens=6))
+    found = generate(POLICY, PROMPTS, of, ROWS, SamplingParams(temperature=0, max_new_tokens=6))
     assert all(found[row].ids == found[row // 3 * 3].ids for row in range(12))
     with torch.no_grad():
         plain = make_policy(llama().double(), PolicyConfig(dtype="float64", path="plain"))

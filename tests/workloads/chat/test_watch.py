@@ -2,9 +2,9 @@
 
 import torch
 
-from groupwise.workloads.chat.config import ChatConfig, Sampling
+from groupwise.workloads.chat.config import ChatConfig, SamplingParams
 from groupwise.workloads.chat.engine.sampler import Completion
-from groupwise.workloads.chat.report import alarm_of, measures_of
+from groupwise.workloads.chat.report import step_metrics, truncation_warning
 
 
 def said(tokens, stopped, entropy):
@@ -13,7 +13,7 @@ def said(tokens, stopped, entropy):
 
 def test_measures_by_hand():
     completions = [said(2, True, 1.0), said(4, True, 0.5), said(8, False, 0.0), said(8, False, 0.1)]
-    found = measures_of(completions, torch.tensor([1.0, -1.0, -2.0, 0.0]))
+    found = step_metrics(completions, torch.tensor([1.0, -1.0, -2.0, 0.0]))
     means = {name: column.nanmean().item() for name, column in found.items()}
     assert means["tokens"] == 5.5
     assert means["tokens_better"] == 2
@@ -24,8 +24,8 @@ def test_measures_by_hand():
 
 
 def test_the_alarm_begins_where_the_config_says():
-    config, sampling = ChatConfig(truncation_alarm=0.8), Sampling(max_new_tokens=32, stop_ids=(1,))
-    assert alarm_of({"truncated_share": 0.79}, config, sampling) is None
-    told = alarm_of({"truncated_share": 0.8}, config, sampling)
+    config, sampling = ChatConfig(truncation_warning_at=0.8), SamplingParams(max_new_tokens=32, stop_ids=(1,))
+    assert truncation_warning({"truncated_share": 0.79}, config, sampling) is None
+    told = truncation_warning({"truncated_share": 0.8}, config, sampling)
     assert told.startswith("80% of this step's completions reached sampling.max_new_tokens 32 without a stop token")
     assert "stop tokens [1]" in told

@@ -12,10 +12,10 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.training.config import differing_fields, to_dict
-from groupwise.training.run_folder import read_lines
-from groupwise.workloads.chat.config import EvalConfig, JudgeConfig, PolicyConfig, Sampling
+from groupwise.training.run_folder import read_jsonl
+from groupwise.workloads.chat.config import ChatEvalConfig, JudgeConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
@@ -37,7 +37,7 @@ def workload(folder):
 
 def rows_of(conditions, members, step=0):
     condition = torch.arange(conditions).repeat_interleave(members)
-    return Rows(5, step, 1000, condition, torch.arange(members).repeat(conditions), condition)
+    return RolloutRows(5, step, 1000, condition, torch.arange(members).repeat(conditions), condition)
 
 
 def some(rows, numbers):
@@ -72,7 +72,9 @@ def test_what_a_member_says_depends_on_its_key_alone(workload, folder):
 
 
 def test_stop_tokens_are_trained_and_truncation_can_be_masked(folder):
-    ends = chat_config(folder, sampling=Sampling(max_new_tokens=40, temperature=3.0), mask_truncated=True).build(CPU)
+    ends = chat_config(folder, sampling=SamplingParams(max_new_tokens=40, temperature=3.0), mask_truncated=True).build(
+        CPU
+    )
     rollouts = ends.rollout(rows_of(12, 8))
     stopped = torch.tensor([said.stopped for said in rollouts.data["completion"]])
     assert stopped.any()
@@ -101,9 +103,9 @@ def test_rewards_see_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
     assert [said[0]["role"] for said in seen["completions"]] == ["assistant"] * 4
 
 
-def test_training_follows_the_golden_curve_and_leaves_its_figures(folder, tmp_path):
+def test_training_follows_the_golden_curve_and_leaves_its_metrics(folder, tmp_path):
     summary = train(replace(recipe(folder), steps=12), tmp_path, show_samples_every=6)
-    metrics = read_lines(tmp_path / "metrics.jsonl")
+    metrics = read_jsonl(tmp_path / "metrics.jsonl")
     rewards = [entry["reward"] for entry in metrics]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
     assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=0.02)
@@ -113,7 +115,7 @@ def test_training_follows_the_golden_curve_and_leaves_its_figures(folder, tmp_pa
         assert {"tokens_better", "tokens_worse", "entropy_sampled", "entropy", "ratio_max", "zero_spread_share"} <= set(
             entry
         )
-    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    (sample, *_) = read_jsonl(tmp_path / "samples.jsonl")
     assert set(sample) >= {"prompt", "completion", "answer", "tokens", "truncated", "reward", "rewards", "advantage"}
     assert sample["prompt"].startswith("<user>say ")
     assert summary.eval_after["early_letters, sampled"] > summary.eval_before["early_letters, sampled"] + 0.1
@@ -136,7 +138,7 @@ def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(folder,
     assert two["ranks"] == 2
     assert two["said"] == one["said"]
     assert_close(two["gradient"], one["gradient"], rtol=0, atol=1e-6)
-    assert two["figures"] == pytest.approx(one["figures"], abs=1e-6)
+    assert two["metrics"] == pytest.approx(one["metrics"], abs=1e-6)
 
 
 def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
@@ -149,7 +151,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
     )
     assert straight == stopped
     ignored = ("rollout_s", "reward_s", "update_s", "memory_bytes")
-    both = [read_lines(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")]
+    both = [read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("straight", "stopped")]
     without = [[{key: e[key] for key in e if key not in ignored} for e in entries] for entries in both]
     assert without[0] == without[1]
 
@@ -186,9 +188,9 @@ def test_short_of_memory_evaluations_take_fewer_rows_and_completions_shrink_by_l
     summary = train(config, tmp_path, preflight=False, samples_per_step=32, may_shrink=("max_new_tokens",))
     assert asked[:6] == [256, 128, 64, 32, 16, 8]
     assert summary.eval_before == pytest.approx(expected)
-    for entry in read_lines(tmp_path / "metrics.jsonl"):
+    for entry in read_jsonl(tmp_path / "metrics.jsonl"):
         assert (entry["max_new_tokens"], entry["rows_per_pass"], entry["evaluation_rows"]) == (3, 1, 8)
-    assert max(sample["tokens"] for sample in read_lines(tmp_path / "samples.jsonl")) == 3
+    assert max(sample["tokens"] for sample in read_jsonl(tmp_path / "samples.jsonl")) == 3
     with pytest.raises(UserError, match="Out of memory in update with rows_per_pass 1"):
         train(config, tmp_path / "not allowed", preflight=False)
 
@@ -197,7 +199,9 @@ def test_knobs_of_memory_may_change_on_resume_and_others_may_not(folder):
     config = recipe(folder)
     smaller = replace(config, workload=replace(config.workload, decode_rows=3, tokens_per_pass=99))
     assert differing_fields(to_dict(smaller), to_dict(config)) == []
-    hotter = replace(config, workload=replace(config.workload, sampling=Sampling(max_new_tokens=6, temperature=2.0)))
+    hotter = replace(
+        config, workload=replace(config.workload, sampling=SamplingParams(max_new_tokens=6, temperature=2.0))
+    )
     (told,) = differing_fields(to_dict(hotter), to_dict(config))
     assert told == "workload.sampling.temperature was 1.0 and is now 2.0"
 
@@ -206,21 +210,20 @@ def test_an_adapter_trains_with_its_reference_switched_on(folder, tmp_path):
     lora = PolicyConfig(model=str(folder / "model"), lora_rank=2, reference="adapter")
     config = replace(recipe(folder, policy=lora), loss=gw.LossConfig(kl=0.1))
     train(config, tmp_path)
-    metrics = read_lines(tmp_path / "metrics.jsonl")
+    metrics = read_jsonl(tmp_path / "metrics.jsonl")
     assert metrics[0]["kl"] == pytest.approx(0, abs=1e-6)
     assert metrics[-1]["kl"] > 0
 
 
-def test_nearly_all_truncated_raises_the_alarm_once_or_stops_the_run(folder, tmp_path, capsys):
-    short = replace(recipe(folder, sampling=Sampling(max_new_tokens=2)), steps=3)
+def test_nearly_all_truncated_warns_once_or_stops_the_run(folder, tmp_path, capsys):
+    short = replace(recipe(folder, sampling=SamplingParams(max_new_tokens=2)), steps=3)
     train(short, tmp_path / "warned", preflight=False)
     said = " ".join(capsys.readouterr().err.split())
     assert said.count("of this step's completions reached sampling.max_new_tokens 2 without a stop token") == 1
     assert "Warning: Step 1: " in said
-    assert read_lines(tmp_path / "warned" / "metrics.jsonl")[0]["truncated_share"] > 0.9
-    stopping = replace(short, workload=replace(short.workload, when_all_truncated="stop"))
+    assert read_jsonl(tmp_path / "warned" / "metrics.jsonl")[0]["truncated_share"] > 0.9
     with pytest.raises(UserError, match=r"completions reached sampling\.max_new_tokens 2"):
-        train(stopping, tmp_path / "stopped", preflight=False)
+        train(short, tmp_path / "stopped", preflight=False, on_warning="stop")
     assert [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()] == ["step-000001"]
 
 
@@ -239,11 +242,13 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
 
 
 def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
-    config = replace(recipe(folder, eval=EvalConfig(questions=5, samples=2, report_samples=3, pass_from=0.5)), steps=2)
+    config = replace(
+        recipe(folder, eval=ChatEvalConfig(questions=5, samples=2, report_samples=3, pass_from=0.5)), steps=2
+    )
     train(config, tmp_path)
     workload = config.workload.build(CPU)
-    found = workload.report()
-    policies = found.figures["report"]["policies"]
+    found = workload.reporter.final_report()
+    policies = found.metrics["report"]["policies"]
     assert policies["trained"] == policies["untrained"]  # nothing was loaded into this one
     assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
     assert sum(policies["trained"]["questions_by_passed"]) == 5
@@ -255,5 +260,5 @@ def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
 def test_without_held_out_prompts_there_is_nothing_to_evaluate(folder):
     blind = chat_config(folder, data=replace(chat_config(folder).data, held_out="")).build(CPU)
     assert blind.evaluate() == {}
-    assert blind.report() is None
-    assert len(QUESTIONS) == blind.conditions
+    assert blind.reporter.final_report() is None
+    assert len(QUESTIONS) == blind.num_conditions

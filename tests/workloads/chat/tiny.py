@@ -11,7 +11,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import groupwise as gw
-from groupwise.workloads.chat.config import ChatConfig, DataConfig, EvalConfig, JudgeConfig, PolicyConfig, Sampling
+from groupwise.workloads.chat.config import (
+    ChatConfig,
+    ChatEvalConfig,
+    DataConfig,
+    JudgeConfig,
+    PolicyConfig,
+    SamplingParams,
+)
 
 END = "<end>"
 TEMPLATE = (
@@ -79,9 +86,9 @@ def chat_config(folder: Path, **changes: object) -> ChatConfig:
     base = ChatConfig(
         policy=PolicyConfig(model=str(folder / "model")),
         data=DataConfig(train=data, held_out=data),
-        sampling=Sampling(max_new_tokens=6),
+        sampling=SamplingParams(max_new_tokens=6),
         judge=JudgeConfig(functions=("workloads.chat.tiny:early_letters",)),
-        eval=EvalConfig(questions=6, samples=2, report_samples=4, pass_from=0.5),
+        eval=ChatEvalConfig(questions=6, samples=2, report_samples=4, pass_from=0.5),
     )
     return replace(base, **changes)
 
@@ -93,5 +100,5 @@ def recipe(folder: Path, **changes: object) -> gw.Config:
         conditions_per_step=4,
         group_size=8,
         rows_per_pass=8,
-        optimiser=gw.OptimiserConfig(learning_rate=3e-2),
+        optimizer=gw.OptimizerConfig(learning_rate=3e-2),
     )

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect, disconnect, end_at_once
-from groupwise.training.loop import rollout, training_steps
+from groupwise.dist.comm import connect, disconnect, exit_now
+from groupwise.training.loop import generate_rollouts, training_steps
 from groupwise.training.run import set_up
 from workloads.controller.small import recipe
 
@@ -22,8 +22,8 @@ def outcome(placement: str) -> dict[str, object]:
     config = replace(recipe(), steps=2, placement=placement, rows_per_pass=16)
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
-    rows = placed.of(setup.comm.rank)
-    rollouts = rollout(setup.workload, placed, setup.comm)
+    rows = placed.rows_of(setup.comm.rank)
+    rollouts = generate_rollouts(setup.workload, placed, setup.comm)
     order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
     choices = setup.comm.gather(rollouts.data["choices"])[order]
     for _ in training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm):
@@ -37,4 +37,4 @@ if __name__ == "__main__":
     if connect().is_main:
         torch.save(found, sys.argv[1])
     disconnect()
-    end_at_once()
+    exit_now()

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 
 import groupwise as gw
-from groupwise.latency.records import DECODE, PREFILL, VISION, Estimated
+from groupwise.latency.records import DECODE, PREFILL, VISION, EstimatedLatency
 from groupwise.workloads.controller.config import BudgetConfig, ControllerConfig
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
-from groupwise.workloads.controller.model.answer_cache import Answers
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.answer_cache import AnswerCache
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.task import Question, Task
 from workloads.controller.tiny import CROPS, OPTIONS, llava_olmoe, sample
@@ -24,15 +24,15 @@ TOKENS_PER_CROP = 4
 class LinearCost:
     """10 ms a crop, 5 a block, 2 for each expert of a block's token and 7 to decode; a tenth more in the worst case."""
 
-    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[Estimated]:
+    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[EstimatedLatency]:
         return [self.one(each) for each in knobs]
 
-    def one(self, knobs: Knobs) -> Estimated:
+    def one(self, knobs: Knobs) -> EstimatedLatency:
         path = OPTIONS.path(knobs)
         prefill = 5 * sum(k > 0 for k in path) + 2 * sum(path)
         stages = {VISION: 10.0 * (1 + CROPS[knobs.tier]), PREFILL: float(prefill), DECODE: 7.0}
         total = sum(stages.values())
-        return Estimated(stages, total, 1.1 * total, 0.95)
+        return EstimatedLatency(stages, total, 1.1 * total, 0.95)
 
 
 EXECUTOR = Executor(LlavaAdapter(llava_olmoe()), OPTIONS)
@@ -50,7 +50,7 @@ def questions(numbers: range) -> list[Question]:
     """The right answer is what the model says with many blocks for one kind, and with few for the other."""
     asked = [question(number) for number in numbers]
     settings = [Knobs("medium", 2, 4, 8 if number % 2 else 5) for number in numbers]
-    found, _ = EXECUTOR.answer([Request(each.sample, knobs) for each, knobs in zip(asked, settings, strict=True)])
+    found, _ = EXECUTOR.answer([AnswerRequest(each.sample, knobs) for each, knobs in zip(asked, settings, strict=True)])
     return [replace(each, answers=(str(one.tokens[0]),)) for each, one in zip(asked, found, strict=True)]
 
 
@@ -61,7 +61,7 @@ class SmallConfig(ControllerConfig):
     def task(self, device: torch.device) -> Task:
         return Task(
             EXECUTOR,
-            Answers("tiny"),
+            AnswerCache("tiny"),
             LinearCost(),
             questions(range(8)),
             questions(range(8, 12)),
@@ -79,6 +79,6 @@ def recipe() -> gw.Config:
         group_size=8,
         rows_per_pass=32,
         reward=gw.RewardConfig(weights={"cost": 0.0}),
-        advantage=gw.AdvantageConfig(kind="centred"),
-        optimiser=gw.OptimiserConfig(learning_rate=3e-3),
+        advantage=gw.AdvantageConfig(kind="centered"),
+        optimizer=gw.OptimizerConfig(learning_rate=3e-3),
     )

@@ -17,17 +17,17 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.latency.machine import current_machine
-from groupwise.latency.meter import find_parts
+from groupwise.latency.meter import find_model_parts
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.latency.estimates import KnobEstimator
-from groupwise.workloads.controller.model.executor import Request
-from groupwise.workloads.controller.model.inputs import question_about
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
+from groupwise.workloads.controller.model.executor import AnswerRequest
+from groupwise.workloads.controller.model.inputs import make_question
 from groupwise.workloads.controller.model.load import load_model
-from groupwise.workloads.controller.policy.decide import greedy, knobs_of
-from groupwise.workloads.controller.policy.network import Policy
+from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
+from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_questions
-from groupwise.workloads.controller.tasks.vqa.config import VqaControllerConfig
+from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from workloads.controller.priced import priced
 from workloads.controller.tiny_folders import llava, save_llava
 from workloads.controller.tiny_vqa import file_name, write_vqa
@@ -39,7 +39,7 @@ BUDGETS_MS = (4.2, 4.6, 5.0, 5.5, 6.0, 30.0)
 
 def recipe(folder: Path) -> gw.Config:
     """Small steps: the weights of its end are another's than the averaged ones, no more."""
-    task = VqaControllerConfig(
+    task = VqaConfig(
         model=str(folder / "model"),
         images=folder / "data" / "images",
         questions=folder / "data" / "questions.json",
@@ -58,7 +58,7 @@ def recipe(folder: Path) -> gw.Config:
         conditions_per_step=4,
         rows_per_pass=32,
         reward=gw.RewardConfig(weights={"cost": -20.0}),
-        optimiser=gw.OptimiserConfig(learning_rate=1e-3, ema_decay=0.5),
+        optimizer=gw.OptimizerConfig(learning_rate=1e-3, ema_decay=0.5),
         run=gw.RunConfig(run_dir=folder / "run", preflight=False),
     )
 
@@ -80,7 +80,7 @@ def adaptive(folder):
 @pytest.fixture(scope="module")
 def lively(adaptive):
     """Choices that differ with everything it sees: random weights, those of the stages six times as large."""
-    policy = Policy(adaptive.settings.width, adaptive.settings.options, seed=15)
+    policy = ControllerNetwork(adaptive.settings.width, adaptive.settings.options, seed=15)
     for name, weight in policy.state_dict().items():
         weight.mul_(6 if name.startswith("stage") else 1)
     return gw.AdaptiveModel(adaptive.loaded, adaptive.settings, policy)
@@ -96,16 +96,16 @@ def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, liv
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
     own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.0, 1.0)), lively.policy)
-    question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
     chosen = []
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
-        decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy)
-        assert [reply.knobs] == knobs_of(workload.options, decided.choices)
+        decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy_option)
+        assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
         assert reply.fits == (reply.expected.high_ms <= budget_ms) or respect == "penalty"
         assert reply.fits or respect == "penalty"
         assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
-        (cold,), _ = workload.task.executor.answer([Request(question.sample, reply.knobs)], max_new_tokens=3)
+        (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
         assert reply.answer == workload.task.spell(cold.tokens)
         assert reply.measured.decode_steps == 2
         assert reply.measured.total_ms == pytest.approx(sum(reply.measured.stages_ms.values()))
@@ -119,15 +119,15 @@ def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively,
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
     own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.3, 0.5)), lively.policy)
-    question = question_about(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
     differs = 0
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
         alone = asked_alone(workload, question, budget_ms, respect)
         nearest = replace(alone, budget_share=alone.budget_share.clamp(*told))
-        decided = workload.controller.decide(nearest, ROW, greedy)
-        assert [reply.knobs] == knobs_of(workload.options, decided.choices)
-        differs += not torch.equal(decided.choices, workload.controller.decide(alone, ROW, greedy).choices)
+        decided = workload.controller.decide(nearest, ROW, greedy_option)
+        assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
+        differs += not torch.equal(decided.choices, workload.controller.decide(alone, ROW, greedy_option).choices)
     assert differs
 
 
@@ -155,7 +155,7 @@ def test_a_run_gives_its_newest_averaged_weights(folder, adaptive):
 
 
 def test_nothing_runs_that_was_not_chosen(folder, lively):
-    parts = find_parts(lively.loaded.model)
+    parts = find_model_parts(lively.loaded.model)
     calls, crops = Counter(), []
     hooks = [block.register_forward_hook(lambda block, *_: calls.update([block])) for block in parts.blocks]
     tower = lively.loaded.model.model.vision_tower.embeddings
@@ -202,13 +202,15 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
     loaded = adaptive.loaded
     fitted = priced(loaded.model)
     for name, machine in (("here", fitted.machine), ("elsewhere", replace(current_machine(), cpu="another"))):
-        estimator = KnobEstimator(replace(fitted, machine=machine), loaded.options, new_tokens=3)
+        estimator = KnobLatencyEstimator(replace(fitted, machine=machine), loaded.options, new_tokens=3)
         own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
         own.save_pretrained(tmp_path / name)
     here = gw.AdaptiveModel.from_pretrained(tmp_path / "here", model=load_model(folder / "model"))
     reply = here.generate(image(folder), "what", 60)
-    lengths = question_about(image(folder), "what", loaded, prompt="{question} word9").prompt_tokens
-    assert [reply.expected] == KnobEstimator(fitted, loaded.options, new_tokens=3).estimate(lengths, [reply.knobs])
+    lengths = make_question(image(folder), "what", loaded, prompt="{question} word9").prompt_tokens
+    assert [reply.expected] == KnobLatencyEstimator(fitted, loaded.options, new_tokens=3).estimate(
+        lengths, [reply.knobs]
+    )
     with pytest.raises(UserError, match=r"estimator.json was fitted for cpu another, not"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere")
     gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", estimator_anyway=True)
@@ -220,7 +222,7 @@ def test_recalibrated_it_knows_the_pace_of_now(folder, adaptive):
     slow = replace(
         fitted, prices={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.prices.items()}
     )
-    estimator = KnobEstimator(slow, loaded.options, new_tokens=3)
+    estimator = KnobLatencyEstimator(slow, loaded.options, new_tokens=3)
     own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
     with pytest.raises(UserError, match="is below the cheapest configuration"):
         own.generate(image(folder), "what", 500)
@@ -326,9 +328,9 @@ def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
         (shades / 255).double(),
         tmp_path / "mosaic.png",
     ]
-    names = {question_about(each, "digit b3", loaded).sample.name for each in given}
+    names = {make_question(each, "digit b3", loaded).sample.name for each in given}
     assert len(names) == 1
-    asked = question_about(picture, "digit b3", loaded)
+    asked = make_question(picture, "digit b3", loaded)
     assert asked.prompt_tokens == {tier: 9 * len(crops) + 2 for tier, crops in asked.sample.crops.items()}
     assert set(asked.prompt_tokens) == set(drawn.prompt_tokens)
     for wrong, told in (
@@ -338,6 +340,6 @@ def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
         (tmp_path / "none.png", "There is no image file"),
     ):
         with pytest.raises(UserError, match=told):
-            question_about(wrong, "digit b3", loaded)
+            make_question(wrong, "digit b3", loaded)
     with pytest.raises(UserError, match="mosaic does not know the word 'What'"):
-        question_about(picture, "What is this", loaded)
+        make_question(picture, "What is this", loaded)

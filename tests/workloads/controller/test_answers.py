@@ -8,7 +8,7 @@ import pytest
 from processes import ENVIRONMENT
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.answer_cache import Answers
+from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.knobs import Knobs
 
 KNOBS = Knobs("low", 1, 4, 12)
@@ -34,19 +34,19 @@ def writer(path, first, last):
 
 def held(path, count):
     keys = [(f"sample {number}", KNOBS) for number in range(count)]
-    return Answers("m", path).known(keys)
+    return AnswerCache("m", path).known(keys)
 
 
 def test_remembered_in_memory_and_on_disk_by_model_sample_and_knobs(tmp_path):
     path = tmp_path / "deep" / "answers.sqlite"
-    first = Answers("m", path)
+    first = AnswerCache("m", path)
     assert first.known([("a", KNOBS)]) == {}
     first.remember({("a", KNOBS): (7, 8)})
     assert first.known([("a", KNOBS), ("b", KNOBS)]) == {("a", KNOBS): (7, 8)}
-    assert Answers("m", path).known([("a", KNOBS)]) == {("a", KNOBS): (7, 8)}
-    assert Answers("another model", path).known([("a", KNOBS)]) == {}
-    assert Answers("m", path).known([("a", Knobs("low", 1, 4, 13))]) == {}
-    assert Answers("m").known([("a", KNOBS)]) == {}
+    assert AnswerCache("m", path).known([("a", KNOBS)]) == {("a", KNOBS): (7, 8)}
+    assert AnswerCache("another model", path).known([("a", KNOBS)]) == {}
+    assert AnswerCache("m", path).known([("a", Knobs("low", 1, 4, 13))]) == {}
+    assert AnswerCache("m").known([("a", KNOBS)]) == {}
 
 
 def test_several_processes_write_one_file(tmp_path):
@@ -76,4 +76,4 @@ def test_killed_while_writing_the_file_holds_whole_batches(tmp_path):
 def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "answers.sqlite").write_text("not a database, but long enough to be looked at as one" * 10)
     with pytest.raises(UserError, match="cannot be used"):
-        Answers("m", tmp_path / "answers.sqlite")
+        AnswerCache("m", tmp_path / "answers.sqlite")

@@ -8,7 +8,7 @@ import torch
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.conditions import condition_id, make_conditions
 from groupwise.workloads.controller.config import Budget, BudgetConfig
-from groupwise.workloads.controller.latency.estimates import CountedWork
+from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from workloads.controller.small import LinearCost, question
 from workloads.controller.tiny import OPTIONS
 
@@ -37,7 +37,7 @@ def test_milliseconds_by_hand():
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.5, 3.0])
 def test_however_much_a_machine_strays_everything_fits_at_1_and_less_looks_different(spread):
     values = (0.45, 0.6, 0.8, 0.99, 1.0)
-    strays = CountedWork(OPTIONS, spread=spread)
+    strays = ProportionalEstimator(OPTIONS, spread=spread)
     found = make_conditions(QUESTIONS[:1], strays, OPTIONS, BudgetConfig(values, on_impossible="cheapest"))
     share = found.budget_share
     assert (share.diff() > 0.01).all()

@@ -8,20 +8,22 @@ from torch import nn
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import LlavaAdapter, adapt, full_top_k
-from groupwise.workloads.controller.model.answer_cache import Answers, recall
-from groupwise.workloads.controller.model.executor import Executor, Request
-from groupwise.workloads.controller.model.knobs import Knobs, Work, work_of_answer
+from groupwise.workloads.controller.model.adapters import LlavaAdapter, adapter_for, full_top_k
+from groupwise.workloads.controller.model.answer_cache import AnswerCache, answer_with_cache
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.knobs import Knobs, WorkCounts, work_of_answer
 from workloads.controller.tiny import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
 
 MODELS = {
     "plain": llava_olmoe(),
-    "renormalised": llava_olmoe(renormalise=True),
+    "renormalized": llava_olmoe(renormalize=True),
     "grouped heads": llava_olmoe(kv_heads=2),
 }
 EXECUTORS = {name: Executor(LlavaAdapter(model), OPTIONS) for name, model in MODELS.items()}
 KNOBS = list(OPTIONS.all())
-requests = st.lists(st.builds(Request, st.integers(0, 5).map(sample), st.sampled_from(KNOBS)), min_size=1, max_size=8)
+requests = st.lists(
+    st.builds(AnswerRequest, st.integers(0, 5).map(sample), st.sampled_from(KNOBS)), min_size=1, max_size=8
+)
 
 
 @torch.no_grad()
@@ -110,21 +112,21 @@ def test_the_latency_token_starts_as_the_mean_of_what_is_asked():
 def test_every_knob_acts_and_the_counted_work_is_the_formula(knobs, number):
     asked = sample(number)
     tokens = 4 * len(asked.crops[knobs.tier]) + len(asked.question)
-    _, work = EXECUTORS["plain"].answer([Request(asked, knobs)])
+    _, work = EXECUTORS["plain"].answer([AnswerRequest(asked, knobs)])
     assert work == work_of_answer(OPTIONS, knobs, tokens)
 
 
 def test_shared_work_by_hand():
     # Two requests about one sample and tier, position 1, top-4 and top-2, all 8 blocks: block 0 is shared.
     asked = sample(1)
-    pair = [Request(asked, Knobs("low", 1, top_k, 8)) for top_k in (4, 2)]
+    pair = [AnswerRequest(asked, Knobs("low", 1, top_k, 8)) for top_k in (4, 2)]
     tokens = 4 * 2 + len(asked.question)
     _, work = EXECUTORS["plain"].answer(pair)
     # Block 0, six blocks of each request, and the last block, where only the last token goes to experts.
     pairs = tokens * (4 + 6 * 4 + 6 * 2) + (4 + 2)
-    assert work == Work(crops=2, block_rows=1 + 7 + 7, expert_pairs=pairs)
+    assert work == WorkCounts(crops=2, block_rows=1 + 7 + 7, expert_pairs=pairs)
     # Another tier of the same sample shares the overview; the same request again costs nothing.
-    _, work = EXECUTORS["plain"].answer([pair[0], pair[0], Request(asked, Knobs("medium", 1, 4, 8))])
+    _, work = EXECUTORS["plain"].answer([pair[0], pair[0], AnswerRequest(asked, Knobs("medium", 1, 4, 8))])
     assert (work.crops, work.block_rows) == (1 + 1 + 2, 16)
 
 
@@ -148,13 +150,13 @@ def test_block_totals_are_the_same_for_every_insertion_position():
 )
 def test_knobs_outside_the_options_are_refused(knobs, says):
     with pytest.raises(UserError, match=says):
-        EXECUTORS["plain"].answer([Request(sample(0), knobs)])
+        EXECUTORS["plain"].answer([AnswerRequest(sample(0), knobs)])
 
 
 def test_a_model_without_an_adapter_is_told():
-    assert full_top_k(adapt(MODELS["plain"])) == 4
+    assert full_top_k(adapter_for(MODELS["plain"])) == 4
     with pytest.raises(UserError, match="Linear cannot be steered by knobs yet"):
-        adapt(nn.Linear(1, 1))
+        adapter_for(nn.Linear(1, 1))
 
 
 def test_the_model_stays_itself_after_use_and_after_an_error():
@@ -162,13 +164,13 @@ def test_the_model_stays_itself_after_use_and_after_an_error():
     before = model.config.text_config._attn_implementation
     with pytest.raises(RuntimeError):
         EXECUTORS["plain"].prefix([(sample(0), "low")], torch.zeros(7))
-    EXECUTORS["plain"].answer([Request(sample(0), OPTIONS.full)])
+    EXECUTORS["plain"].answer([AnswerRequest(sample(0), OPTIONS.full)])
     assert model.config.text_config._attn_implementation == before
-    stock_answer(model, Request(sample(0), OPTIONS.full), 1)
+    stock_answer(model, AnswerRequest(sample(0), OPTIONS.full), 1)
 
 
 def test_what_is_known_is_not_computed_again(tmp_path):
-    batch = [Request(sample(number), knobs) for number in range(2) for knobs in KNOBS[:3]]
+    batch = [AnswerRequest(sample(number), knobs) for number in range(2) for knobs in KNOBS[:3]]
     expected, _ = EXECUTORS["plain"].answer(batch, max_new_tokens=3)
     calls = []
 
@@ -179,7 +181,7 @@ def test_what_is_known_is_not_computed_again(tmp_path):
 
     executor = Listening(LlavaAdapter(MODELS["plain"]), OPTIONS)
     for known in (batch[:4], batch, batch):
-        answers = Answers("plain, 3 tokens", tmp_path / "answers.sqlite")
-        found = recall(executor, answers, known, max_new_tokens=3)
+        answers = AnswerCache("plain, 3 tokens", tmp_path / "answers.sqlite")
+        found = answer_with_cache(executor, answers, known, max_new_tokens=3)
         assert found == [answer.tokens for answer in expected[: len(known)]]
     assert calls == [4, 2]

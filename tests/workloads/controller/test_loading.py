@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import adapt
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.adapters import adapter_for
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import (
     KnobOptions,
     Knobs,
@@ -20,7 +20,7 @@ from groupwise.workloads.controller.model.knobs import (
     guessed_drop_order,
     work_of_answer,
 )
-from groupwise.workloads.controller.model.load import load_model, model_identity
+from groupwise.workloads.controller.model.load import load_model, weights_fingerprint
 from groupwise.workloads.controller.tasks.mosaic.model import ASSET
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
 from workloads.controller import tiny, tiny_qwen
@@ -36,12 +36,12 @@ def folders(tmp_path_factory):
 def test_a_saved_qwen_answers_as_before(folders):
     paths, saved = folders
     loaded = load_model(str(paths["qwen"]))
-    assert loaded.identity == model_identity(saved["qwen"])
+    assert loaded.identity == weights_fingerprint(saved["qwen"])
     assert not loaded.drop_order_is_measured
     options = loaded.options
     assert (options.total_blocks, options.full_top_k, options.dense_blocks) == (6, 4, (3,))
     assert options.pixels == {"low": 16 * 64, "medium": 32 * 64, "high": 64 * 64}  # 256 positions / 4, 8 x 8 a token
-    request = Request(tiny_qwen.sample(1), options.cheapest)
+    request = AnswerRequest(tiny_qwen.sample(1), options.cheapest)
     (answer,), _ = Executor(loaded.adapter, options).answer([request], max_new_tokens=3)
     tokens, logits = tiny_qwen.stock_answer(saved["qwen"], options, request, 3)
     assert answer.tokens == tokens
@@ -55,12 +55,12 @@ def test_a_measured_drop_order_is_taken_from_the_folder(folders, tmp_path):
     loaded = load_model(tmp_path / "model", dtype=torch.bfloat16)
     assert loaded.drop_order_is_measured
     assert loaded.options == replace(
-        default_options(adapt(saved["llava"])),
+        default_options(adapter_for(saved["llava"])),
         drop_order=(6, 5, 7),
         most_dropped=2,
         insertion_positions=(1, 2, 3, 4, 5),
     )
-    assert loaded.identity != model_identity(saved["llava"])  # bfloat16 answers are other answers
+    assert loaded.identity != weights_fingerprint(saved["llava"])  # bfloat16 answers are other answers
     (tmp_path / "model" / "importance.json").write_text("{")
     with pytest.raises(UserError, match=r"importance.json is not JSON"):
         load_model(tmp_path / "model")
@@ -74,11 +74,11 @@ def test_the_embedded_model_is_the_same_by_name_and_by_folder():
 
 def test_one_changed_weight_is_another_model():
     model = llava()
-    before = model_identity(model)
-    assert model_identity(llava()) == before
+    before = weights_fingerprint(model)
+    assert weights_fingerprint(llava()) == before
     with torch.no_grad():
         model.lm_head.weight[3, 5] += 1e-3
-    assert model_identity(model) != before
+    assert weights_fingerprint(model) != before
 
 
 def test_what_cannot_be_loaded_is_told(folders, tmp_path, monkeypatch):
@@ -106,13 +106,13 @@ def test_a_model_without_eyes_cannot_offer_tiers(tmp_path):
 @torch.no_grad()
 def test_a_dense_model_has_every_knob_but_top_k():
     model = dense_llava()
-    options = replace(default_options(adapt(model)), crops=tiny.CROPS)
+    options = replace(default_options(adapter_for(model)), crops=tiny.CROPS)
     assert (options.full_top_k, list(options.absent)) == (0, ["top_k"])
-    executor = Executor(adapt(model), options)
+    executor = Executor(adapter_for(model), options)
     asked = tiny.sample(0)
     asked = replace(asked, crops={tier: crops.expand(-1, 3, -1, -1) for tier, crops in asked.crops.items()})
     knobs = [Knobs("low", 1, 0, 8), Knobs("high", 2, 0, 6)]
-    batch = [Request(asked, each) for each in knobs]
+    batch = [AnswerRequest(asked, each) for each in knobs]
     prefix = executor.prefix([(asked, "low"), (asked, "high")], torch.ones(32))
     answers, work = executor.answer(batch, max_new_tokens=3)
     continued, _ = executor.answer(batch, prefix=prefix, max_new_tokens=3)
@@ -129,7 +129,7 @@ def test_a_dense_model_has_every_knob_but_top_k():
     tokens = 4 * 2 + len(asked.question)
     assert work.expert_pairs == 0 == work_of_answer(options, knobs[0], tokens).expert_pairs
     with pytest.raises(UserError, match="cannot offer the top_k knob, since it is dense: it has no experts"):
-        executor.answer([Request(asked, Knobs("low", 1, 4, 8))])
+        executor.answer([AnswerRequest(asked, Knobs("low", 1, 4, 8))])
 
 
 def test_too_few_blocks_are_told_and_so_is_a_short_drop_order():

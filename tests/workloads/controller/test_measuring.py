@@ -3,7 +3,7 @@
 import pytest
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.latency.measure import Subject, measure, steered
+from groupwise.workloads.controller.latency.measure import MeasuredModel, measure, with_executor
 from groupwise.workloads.controller.model.knobs import Knobs
 from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
@@ -20,7 +20,7 @@ def test_settings_take_turns_and_warm_up_is_not_counted():
         now_ms[0] += takes_ms[knobs, run]
 
     found = measure(
-        Subject("fake", llava_olmoe(), (CHEAP, DEAR), answer),
+        MeasuredModel("fake", llava_olmoe(), (CHEAP, DEAR), answer),
         warm_up=1,
         runs=2,
         new_tokens=4,
@@ -34,7 +34,7 @@ def test_settings_take_turns_and_warm_up_is_not_counted():
 
 
 def test_a_steered_subject_offers_each_setting_once_and_gives_real_answers():
-    subject = steered("tiny", llava_olmoe(), OPTIONS, [sample(0), sample(1)])
+    subject = with_executor("tiny", llava_olmoe(), OPTIONS, [sample(0), sample(1)])
     by_depth = {(tier, 4, blocks) for tier in ("low", "medium", "high") for blocks in (5, 6, 7, 8)}
     by_top_k = {(tier, top_k, 8) for tier in ("low", "medium", "high") for top_k in (1, 2, 3, 4)}
     assert {(knobs.tier, knobs.top_k, knobs.blocks) for knobs in subject.settings} == by_depth | by_top_k
@@ -48,6 +48,6 @@ def test_a_steered_subject_offers_each_setting_once_and_gives_real_answers():
 
 @pytest.mark.parametrize("wrong", [{"runs": 0}, {"warm_up": -1}, {"new_tokens": 0}])
 def test_numbers_that_measure_nothing_are_refused(wrong):
-    subject = Subject("fake", llava_olmoe(), (CHEAP,), lambda *_: None)
+    subject = MeasuredModel("fake", llava_olmoe(), (CHEAP,), lambda *_: None)
     with pytest.raises(UserError, match=f"{next(iter(wrong))} is"):
         measure(subject, **({"runs": 1, "warm_up": 0, "new_tokens": 1} | wrong))

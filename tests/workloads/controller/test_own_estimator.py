@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 
-from groupwise.latency.estimator import Estimator
-from groupwise.latency.records import PREFILL, Measured
+from groupwise.latency.estimator import LatencyEstimator
+from groupwise.latency.records import PREFILL, MeasuredLatency
 from groupwise.latency.regression import Observation
-from groupwise.workloads.controller.latency.source import own_estimator
+from groupwise.workloads.controller.latency.source import cached_estimator
 
 TESTS = Path(__file__).parents[2]
 PROCESS = """
@@ -28,18 +28,18 @@ print(own_estimator("tiny", make, model="tiny", folder=Path(sys.argv[1])).prices
 """
 
 
-def estimator() -> Estimator:
+def estimator() -> LatencyEstimator:
     """10 ms, and 2 ms a block."""
     seen = [
-        Observation(f"{n % 10} blocks", f"{n % 7}", {PREFILL: {"blocks": n % 10}}, Measured({PREFILL: ms}, ms))
+        Observation(f"{n % 10} blocks", f"{n % 7}", {PREFILL: {"blocks": n % 10}}, MeasuredLatency({PREFILL: ms}, ms))
         for n in range(70)
         if (ms := 10.0 + 2.0 * (n % 10))
     ]
-    return Estimator.fit(seen, model="tiny")
+    return LatencyEstimator.fit(seen, model="tiny")
 
 
 def own(key, make, folder):
-    return own_estimator(key, make, model="tiny", folder=folder)
+    return cached_estimator(key, make, model="tiny", folder=folder)
 
 
 def test_it_is_made_once_and_found_again(tmp_path):

@@ -6,7 +6,13 @@ from torch.nn.functional import linear
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.packing import Packing, Tally, _by_expert, attend_inside_rows, packed
+from groupwise.workloads.controller.model.packing import (
+    PackedRows,
+    WorkCounter,
+    _grouped_linear,
+    packed_attention,
+    packed_rows,
+)
 
 
 @pytest.mark.parametrize(("dtype", "width", "out"), [("float32", 8, 4), ("float64", 8, 4), ("float32", 6, 5)])
@@ -15,7 +21,7 @@ def test_each_run_of_rows_meets_its_own_expert(dtype, width, out):
     rows = torch.randn(10, width, generator=source, dtype=kind)
     weights = torch.randn(3, out, width, generator=source, dtype=kind)
     by_hand = torch.cat([linear(rows[:4], weights[0]), linear(rows[4:], weights[2])])
-    assert_close(_by_expert(rows, weights, torch.tensor([4, 0, 6])), by_hand)
+    assert_close(_grouped_linear(rows, weights, torch.tensor([4, 0, 6])), by_hand)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +34,7 @@ def test_each_run_of_rows_meets_its_own_expert(dtype, width, out):
 )
 def test_attention_that_is_more_than_causal_is_refused(more, says):
     states = torch.zeros(1, 2, 8, 4)
-    with packed(Packing((3, 5), torch.ones(8, dtype=torch.int64), Tally())):
-        attend_inside_rows(None, states, states, states, None, 0.5, sliding_window=5)
+    with packed_rows(PackedRows((3, 5), torch.ones(8, dtype=torch.int64), WorkCounter())):
+        packed_attention(None, states, states, states, None, 0.5, sliding_window=5)
         with pytest.raises(UserError, match=says):
-            attend_inside_rows(None, states, states, states, None, 0.5, **more)
+            packed_attention(None, states, states, states, None, 0.5, **more)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from groupwise.workloads.controller.model.adapters import LlavaAdapter, QwenAdapter
-from groupwise.workloads.controller.model.executor import Executor, latency_tokens_by_picture, picture_of
-from groupwise.workloads.controller.policy.decide import Features
+from groupwise.workloads.controller.model.executor import Executor, image_key, latency_tokens_of_image
+from groupwise.workloads.controller.policy.decide import HiddenStateCache
 from groupwise.workloads.controller.task import Question
 from workloads.controller import tiny, tiny_qwen
 
@@ -36,7 +36,7 @@ def test_together_equals_alone(family, questions, seed):
         torch.randn(32, generator=torch.Generator().manual_seed(seed)),
     )
     for token in (None, given_one):
-        together = latency_tokens_by_picture(executor, samples, token)
+        together = latency_tokens_of_image(executor, samples, token)
         for sample in samples:
             alone = executor.prefix([(sample, tier) for tier in executor.options.crops], token).latency_tokens
             for head, states in alone.items():
@@ -53,15 +53,15 @@ def test_the_picture_goes_through_the_vision_tower_once(monkeypatch):
         return tower(pixel_values=pixel_values, **more)
 
     monkeypatch.setattr(executor.adapter.model, "get_image_features", counting)
-    latency_tokens_by_picture(executor, about_one_picture(make, [[3], [4, 5], [6]]), torch.zeros(32))
+    latency_tokens_of_image(executor, about_one_picture(make, [[3], [4, 5], [6]]), torch.zeros(32))
     assert seen == [1 + 1 + 2 + 4]  # the overview, and the crops of three tiers
 
 
 def test_equal_pictures_that_are_not_one_stay_apart():
     one, other = tiny.sample(1), tiny.sample(1)
-    assert picture_of(one) != picture_of(other)
-    assert picture_of(one) == picture_of(replace(one, question=(3,)))
-    assert picture_of(one) != picture_of(replace(one, before=(3,)))
+    assert image_key(one) != image_key(other)
+    assert image_key(one) == image_key(replace(one, question=(3,)))
+    assert image_key(one) != image_key(replace(one, before=(3,)))
 
 
 @pytest.mark.parametrize("met_first", [0, 2])
@@ -69,7 +69,7 @@ def test_introduced_questions_are_looked_at_once_whichever_is_met_first(met_firs
     executor, make = FAMILIES["llava"]
     asked = [Question(each, "", ("",), {}) for each in about_one_picture(make, [[3], [4, 5], [6]])]
     alone = Question(make(2), "", ("",), {})
-    features, passes = Features(executor), []
+    features, passes = HiddenStateCache(executor), []
     encode = executor.adapter.encode
     monkeypatch.setattr(executor.adapter, "encode", lambda heads: passes.append(len(heads)) or encode(heads))
     features.introduce(asked)
@@ -79,7 +79,7 @@ def test_introduced_questions_are_looked_at_once_whichever_is_met_first(met_firs
     rest, _ = features.latency_tokens(asked, zero.expand(3), zero.expand(3))
     assert passes == [9]
     assert torch.equal(first[0], rest[met_first])
-    again = Features(executor)
+    again = HiddenStateCache(executor)
     again.introduce(asked)
     assert torch.equal(again.latency_tokens(asked, zero.expand(3), zero.expand(3))[0], rest)
     late = Question(replace(asked[0].sample, name="late", question=(7,)), "", ("",), {})

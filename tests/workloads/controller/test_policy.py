@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from groupwise.workloads.controller.model.knobs import KnobOptions
-from groupwise.workloads.controller.policy.decide import greedy, knobs_of, sampled
+from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option, sample_option
 from groupwise.workloads.controller.policy.network import (
     BudgetEncoder,
-    Policy,
-    allowed,
+    ControllerNetwork,
+    allowed_options,
     masked_log_softmax,
     parameter_counts,
 )
@@ -23,7 +23,7 @@ MOLMOE = KnobOptions({"low": 3, "medium": 6, "high": 12}, total_blocks=16, full_
 
 
 def test_about_a_million_numbers_at_width_2048():
-    counts = parameter_counts(Policy(2048, MOLMOE))
+    counts = parameter_counts(ControllerNetwork(2048, MOLMOE))
     # stage one: (2048 + 1) 256 + (256 + 1) 256 + (512 + 1) 256 + (256 + 1) (3 + 5)
     assert counts["stage_one"] == 723_720
     # stage two: (2048 + 1) 128 + (256 + 1) 128 + 5 x 128 + (128 + 1) 128 + (128 + 1) (5 + 5)
@@ -41,14 +41,14 @@ def test_every_wave_of_the_budget_moves_and_no_two_budgets_look_alike():
 
 def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_generator_alone():
     before = torch.get_rng_state()
-    one, same, other = (Policy(32, OPTIONS, seed=seed).state_dict() for seed in (1, 1, 2))
+    one, same, other = (ControllerNetwork(32, OPTIONS, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["stage_one.join.weight"], other["stage_one.join.weight"])
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_every_head_gets_a_gradient():
-    policy = Policy(32, OPTIONS)
+    policy = ControllerNetwork(32, OPTIONS)
     budget = policy.encoder(torch.linspace(0, 1, 6))
     first = policy.stage_one(torch.randn(6, 32), budget)
     second = policy.stage_two(torch.randn(6, 32), torch.tensor([0, 1, 2, 0, 1, 2]), budget, torch.arange(6))
@@ -59,7 +59,7 @@ def test_every_head_gets_a_gradient():
 
 
 def test_a_dense_model_has_no_top_k_to_learn():
-    dense = Policy(32, replace(OPTIONS, full_top_k=0, smallest_top_k=0))
+    dense = ControllerNetwork(32, replace(OPTIONS, full_top_k=0, smallest_top_k=0))
     assert not [name for name, _ in dense.named_parameters() if "top_k" in name]
     nothing = torch.zeros(3, dtype=torch.long)
     top_k, _ = dense.stage_two(torch.randn(3, 32), nothing, torch.randn(1, 256), nothing)
@@ -70,9 +70,9 @@ def test_masks_by_hand():
     fits = torch.zeros(1, 2, 1, 2, 3, dtype=torch.bool)
     fits[0, 1, 0, 0, 2] = True
     one, zero = torch.tensor([1]), torch.tensor([0])
-    assert allowed(fits, []).tolist() == [[False, True]]
-    assert allowed(fits, [one, zero]).tolist() == [[True, False]]
-    assert allowed(fits, [one, zero, zero]).tolist() == [[False, False, True]]
+    assert allowed_options(fits, []).tolist() == [[False, True]]
+    assert allowed_options(fits, [one, zero]).tolist() == [[True, False]]
+    assert allowed_options(fits, [one, zero, zero]).tolist() == [[False, False, True]]
     logp = masked_log_softmax(torch.tensor([[1.0, 2.0, 2.0]]), torch.tensor([[False, True, True]]))
     assert_close(logp.exp(), torch.tensor([[0.0, 0.5, 0.5]]))
 
@@ -83,16 +83,18 @@ def test_masks_by_hand():
 def test_what_is_not_allowed_is_never_drawn(options, chance, seed):
     torch.manual_seed(seed)
     logp = masked_log_softmax(4 * torch.randn(1, len(options)), torch.tensor([options]))
-    assert options[int(sampled(torch.full((1, 4), chance, dtype=torch.float64))(2, logp))]
-    assert options[int(greedy(2, logp))]
+    assert options[int(sample_option(torch.full((1, 4), chance, dtype=torch.float64))(2, logp))]
+    assert options[int(greedy_option(2, logp))]
 
 
 def test_draws_follow_the_probabilities():
     logp = torch.tensor([0.2, 0.0, 0.5, 0.3]).log().clamp(min=-1e4).expand(1000, 4)
     chances = ((torch.arange(1000) + 0.5) / 1000).double()[:, None].expand(-1, 4)
-    assert torch.bincount(sampled(chances)(0, logp), minlength=4).tolist() == pytest.approx([200, 0, 500, 300], abs=1)
+    assert torch.bincount(sample_option(chances)(0, logp), minlength=4).tolist() == pytest.approx(
+        [200, 0, 500, 300], abs=1
+    )
 
 
 def test_numbers_of_options_become_knobs():
-    (knobs,) = knobs_of(MOLMOE, torch.tensor([[1, 4, 0, 3]]))
+    (knobs,) = choices_to_knobs(MOLMOE, torch.tensor([[1, 4, 0, 3]]))
     assert (knobs.tier, knobs.insertion_position, knobs.top_k, knobs.blocks) == ("medium", 5, 4, 15)

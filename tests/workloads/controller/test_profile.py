@@ -10,20 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.errors import UserError
-from groupwise.latency.estimator import Estimator
+from groupwise.latency.estimator import LatencyEstimator
 from groupwise.latency.machine import Machine
-from groupwise.latency.records import DECODE, PREFILL, VISION, Measured
-from groupwise.workloads.controller.latency.estimates import KnobEstimator, KnobWork, work_identity
+from groupwise.latency.records import DECODE, PREFILL, VISION, MeasuredLatency
+from groupwise.workloads.controller.latency.estimates import (
+    KnobFeatures,
+    KnobLatencyEstimator,
+    architecture_fingerprint,
+)
 from groupwise.workloads.controller.latency.profile import profile, prompt_length
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs, work_of_answer
 from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 MODEL = llava_olmoe()
 EXECUTOR = Executor(LlavaAdapter(MODEL), OPTIONS)
 SAMPLES = [sample(number) for number in range(8)]
-KNOBS, WORK = list(OPTIONS.all()), KnobWork(OPTIONS)
+KNOBS, WORK = list(OPTIONS.all()), KnobFeatures(OPTIONS)
 LENGTHS = {"low": 12, "medium": 16, "high": 24}
 
 
@@ -37,13 +41,13 @@ def counted_ms(executor, request, new_tokens):
         PREFILL: 0.5 * prompt.block_rows + 0.01 * prompt.expert_pairs,
         DECODE: 0.5 * blocks + 0.01 * pairs,
     }
-    return Measured(stages, sum(stages.values()))
+    return MeasuredLatency(stages, sum(stages.values()))
 
 
 @pytest.fixture(scope="module")
 def estimator():
     seen = profile(EXECUTOR, SAMPLES, measurements=80, new_tokens=4, timer=counted_ms)
-    return Estimator.fit(seen, model=work_identity(MODEL))
+    return LatencyEstimator.fit(seen, model=architecture_fingerprint(MODEL))
 
 
 def test_features_by_hand():
@@ -78,16 +82,16 @@ def test_a_profile_teaches_the_price_of_every_knob(estimator):
     assert prompt_tokens == {tier: 4 * (1 + crops) + len(asked.question) for tier, crops in OPTIONS.crops.items()}
     chosen = KNOBS[::17]
     for new_tokens in (1, 3):
-        found = KnobEstimator(estimator, OPTIONS, new_tokens=new_tokens).estimate(prompt_tokens, chosen)
+        found = KnobLatencyEstimator(estimator, OPTIONS, new_tokens=new_tokens).estimate(prompt_tokens, chosen)
         for knobs, expected in zip(chosen, found, strict=True):
-            measured = counted_ms(EXECUTOR, Request(asked, knobs), new_tokens)
+            measured = counted_ms(EXECUTOR, AnswerRequest(asked, knobs), new_tokens)
             assert expected.total_ms == pytest.approx(measured.total_ms, rel=0.01)
             assert expected.stages_ms[DECODE] == pytest.approx(measured.stages_ms[DECODE], rel=0.02, abs=0.01)
 
 
 @given(st.data())
 def test_more_of_any_knob_is_never_estimated_to_take_less(estimator, data):
-    asked, knobs = KnobEstimator(estimator, OPTIONS), data.draw(st.sampled_from(KNOBS))
+    asked, knobs = KnobLatencyEstimator(estimator, OPTIONS), data.draw(st.sampled_from(KNOBS))
     for name, options in {
         "tier": list(OPTIONS.crops),
         "insertion_position": OPTIONS.insertion_positions,
@@ -112,7 +116,7 @@ def test_a_profile_by_the_clock():
     assert len({one.configuration for one in first}) == 30
     assert sorted(pairs[0], key=str) == sorted(pairs[1], key=str)
     assert pairs[0] != pairs[1]
-    expected = KnobEstimator(Estimator.fit(seen, model="tiny"), OPTIONS, new_tokens=3).rows(LENGTHS)
+    expected = KnobLatencyEstimator(LatencyEstimator.fit(seen, model="tiny"), OPTIONS, new_tokens=3).rows(LENGTHS)
     assert len(expected) == len(KNOBS)
     assert (expected.high_ms > expected.total_ms).all()
     assert (expected.total_ms > 0).all()
@@ -120,38 +124,38 @@ def test_a_profile_by_the_clock():
 
 def test_a_profile_ends_when_its_time_is_over():
     begun = time.perf_counter()
-    seen = profile(EXECUTOR, SAMPLES, seconds=0.5, timer=lambda *_: Measured({}, 1.0))
+    seen = profile(EXECUTOR, SAMPLES, seconds=0.5, timer=lambda *_: MeasuredLatency({}, 1.0))
     assert seen
     assert time.perf_counter() - begun >= 0.5
 
 
 def test_settings_that_execute_the_same_have_one_name():
     # Top-4 is full, so with all blocks the insertion position changes nothing.
-    seen = profile(EXECUTOR, SAMPLES, configurations=999, measurements=999, timer=lambda *_: Measured({}, 1.0))
+    seen = profile(EXECUTOR, SAMPLES, configurations=999, measurements=999, timer=lambda *_: MeasuredLatency({}, 1.0))
     paths = {(knobs.tier, OPTIONS.path(knobs)) for knobs in KNOBS}
     assert len({one.configuration for one in seen}) == len(paths) < len(KNOBS)
 
 
 def test_the_identity_of_a_model_is_its_work_not_its_weights(tmp_path):
-    before = work_identity(MODEL)
-    EXECUTOR.answer([Request(sample(0), OPTIONS.full)])
+    before = architecture_fingerprint(MODEL)
+    EXECUTOR.answer([AnswerRequest(sample(0), OPTIONS.full)])
     MODEL.save_pretrained(tmp_path)
-    assert work_identity(type(MODEL).from_pretrained(tmp_path)) == work_identity(MODEL) == before
-    assert work_identity(llava_olmoe(kv_heads=2)) != before
-    assert work_identity(llava_olmoe().to(torch.bfloat16)) != before
+    assert architecture_fingerprint(type(MODEL).from_pretrained(tmp_path)) == architecture_fingerprint(MODEL) == before
+    assert architecture_fingerprint(llava_olmoe(kv_heads=2)) != before
+    assert architecture_fingerprint(llava_olmoe().to(torch.bfloat16)) != before
 
 
 def test_bad_input_is_refused(estimator, tmp_path):
     estimator.save(tmp_path / "estimator.json")
     with pytest.raises(UserError, match=r"model Llava.*, not Llava"):
-        Estimator.load(tmp_path / "estimator.json", model=work_identity(llava_olmoe(kv_heads=2)))
+        LatencyEstimator.load(tmp_path / "estimator.json", model=architecture_fingerprint(llava_olmoe(kv_heads=2)))
     here = Machine(**vars(estimator.machine) | {"threads": 64})
     with pytest.raises(UserError, match=r"threads 1, not 64"):
-        Estimator.load(tmp_path / "estimator.json", model=estimator.model, machine=here)
+        LatencyEstimator.load(tmp_path / "estimator.json", model=estimator.model, machine=here)
     with pytest.raises(UserError, match="The number of samples is 1: it must be 2 or more"):
         profile(EXECUTOR, SAMPLES[:1])
     with pytest.raises(UserError, match="seconds is 0"):
         profile(EXECUTOR, SAMPLES, seconds=0)
     with pytest.raises(UserError, match="top_k is 9: this model offers 1, 2, 3, 4"):
-        KnobEstimator(estimator, OPTIONS).rows(LENGTHS, [Knobs("low", 1, 9, 8)])
-    assert np.isfinite(KnobEstimator(estimator, OPTIONS).rows(LENGTHS).high_ms).all()
+        KnobLatencyEstimator(estimator, OPTIONS).rows(LENGTHS, [Knobs("low", 1, 9, 8)])
+    assert np.isfinite(KnobLatencyEstimator(estimator, OPTIONS).rows(LENGTHS).high_ms).all()

@@ -10,16 +10,18 @@ from torch.testing import assert_close
 from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import QwenAdapter, adapt, dense_blocks, full_top_k
-from groupwise.workloads.controller.model.executor import Executor, Request
-from groupwise.workloads.controller.model.knobs import Knobs, Work, work_of_answer
+from groupwise.workloads.controller.model.adapters import QwenAdapter, adapter_for, dense_blocks, full_top_k
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.knobs import Knobs, WorkCounts, work_of_answer
 from workloads.controller.tiny_qwen import MERGE, OPTIONS, SIDE, patches_of, qwen, sample, stock_answer
 
 MODEL = qwen()
 ADAPTER = QwenAdapter(MODEL)
 EXECUTOR = Executor(ADAPTER, OPTIONS)
 KNOBS = list(OPTIONS.all())
-requests = st.lists(st.builds(Request, st.integers(0, 5).map(sample), st.sampled_from(KNOBS)), min_size=1, max_size=8)
+requests = st.lists(
+    st.builds(AnswerRequest, st.integers(0, 5).map(sample), st.sampled_from(KNOBS)), min_size=1, max_size=8
+)
 
 
 @settings(max_examples=12)
@@ -67,7 +69,7 @@ def test_the_latency_token_is_the_next_word_after_the_prompt():
 def test_a_prefix_of_another_tier_is_refused():
     prefix = EXECUTOR.prefix([(sample(0), "low")], torch.zeros(32))
     with pytest.raises(UserError, match=r"did not see \[\('sample 0', 'high'\)\]"):
-        EXECUTOR.answer([Request(sample(0), OPTIONS.full)], prefix=prefix)
+        EXECUTOR.answer([AnswerRequest(sample(0), OPTIONS.full)], prefix=prefix)
 
 
 @settings(max_examples=30)
@@ -77,7 +79,7 @@ def test_every_knob_acts_and_the_counted_work_is_the_formula(knobs, number):
     height, width = asked.crops[knobs.tier].shape[2:]
     image_tokens = (height // SIDE) * (width // SIDE)
     tokens = image_tokens + len(asked.question) + len(asked.before)
-    _, work = EXECUTOR.answer([Request(asked, knobs)])
+    _, work = EXECUTOR.answer([AnswerRequest(asked, knobs)])
     assert work == work_of_answer(OPTIONS, knobs, tokens, patches=MERGE**2 * image_tokens)
 
 
@@ -85,15 +87,17 @@ def test_shared_work_by_hand():
     # One sample, tier high (2 x 4 tokens), position 1, top-4 and top-2, 6 blocks of which number 3 is dense. Block 0 is
     # shared; blocks 1, 2, 4, 5 have experts.
     asked = sample(0)
-    pair = [Request(asked, Knobs("high", 1, top_k, 6)) for top_k in (4, 2)]
+    pair = [AnswerRequest(asked, Knobs("high", 1, top_k, 6)) for top_k in (4, 2)]
     tokens = 8 + len(asked.question) + len(asked.before)
     _, work = EXECUTOR.answer(pair)
-    assert work == Work(1, 1 + 5 + 5, tokens * (4 + 3 * 4 + 3 * 2) + (4 + 2), patches=32)  # block 5: last token alone
+    assert work == WorkCounts(
+        1, 1 + 5 + 5, tokens * (4 + 3 * 4 + 3 * 2) + (4 + 2), patches=32
+    )  # block 5: last token alone
 
 
 @torch.no_grad()
 def test_deepstack_features_are_added_also_where_their_block_is_dropped():
-    request = Request(sample(0), Knobs("high", 1, 4, 5))
+    request = AnswerRequest(sample(0), Knobs("high", 1, 4, 5))
     assert OPTIONS.path(request.knobs)[1] == 0
     without = qwen()
     for weight in without.model.visual.deepstack_merger_list[1].linear_fc2.parameters():
@@ -104,18 +108,18 @@ def test_deepstack_features_are_added_also_where_their_block_is_dropped():
 
 
 def test_the_model_tells_its_experts():
-    assert isinstance(adapt(MODEL), QwenAdapter)
+    assert isinstance(adapter_for(MODEL), QwenAdapter)
     assert full_top_k(ADAPTER) == 4
     assert dense_blocks(ADAPTER) == (3,)
-    assert ADAPTER.blocks[0].mlp.experts.groupwise_renormalise
+    assert ADAPTER.blocks[0].mlp.experts.groupwise_renormalize
 
 
 def test_the_dense_sibling_has_no_top_k_and_answers_as_transformers_does():
     model = qwen(Qwen3VLConfig, Qwen3VLForConditionalGeneration)
-    options = replace(OPTIONS, full_top_k=full_top_k(adapt(model)), dense_blocks=())
+    options = replace(OPTIONS, full_top_k=full_top_k(adapter_for(model)), dense_blocks=())
     assert list(options.absent) == ["top_k"]
-    batch = [Request(sample(number), knobs) for number, knobs in enumerate(list(options.all())[::4])]
-    answers, work = Executor(adapt(model), options).answer(batch, max_new_tokens=3)
+    batch = [AnswerRequest(sample(number), knobs) for number, knobs in enumerate(list(options.all())[::4])]
+    answers, work = Executor(adapter_for(model), options).answer(batch, max_new_tokens=3)
     assert work.expert_pairs == 0
     for request, answer in zip(batch, answers, strict=True):
         tokens, logits = stock_answer(model, options, request, 3)

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 from transformers import SiglipImageProcessor
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.executor import Executor, Request
-from groupwise.workloads.controller.model.images import Statistics, crops_by_tier, grid_of, size_within
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.images import ImageNormalization, best_grid, crops_by_tier, resized_shape
 from groupwise.workloads.controller.model.inputs import sample_from
 from groupwise.workloads.controller.model.load import load_model
 from workloads.controller import tiny, tiny_qwen
@@ -50,24 +50,24 @@ def test_qwen_pictures_are_what_the_real_processor_makes(qwen, width, height):
 
 def test_a_tier_is_filled_and_never_exceeded():
     # 100 x 50 to 5000 pixels in multiples of 8: 100/8 = 12.5 and 50/8 = 6.25 are floored
-    assert size_within(5000, 50, 100, 8) == (48, 96)
-    assert size_within(20_000, 50, 100, 8) == (96, 200)
-    assert size_within(64, 8, 80, 8) == (8, 24)
+    assert resized_shape(5000, 50, 100, 8) == (48, 96)
+    assert resized_shape(20_000, 50, 100, 8) == (96, 200)
+    assert resized_shape(64, 8, 80, 8) == (8, 24)
 
 
 def test_llava_crops_are_an_overview_and_a_grid():
     # A picture of 3 x 4 cells, each of one shade: at 12 crops each crop is one cell.
     cells = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
     image = Image.fromarray(np.repeat(np.repeat(cells, 16, axis=0), 16, axis=1)).convert("RGB")
-    statistics = Statistics((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    statistics = ImageNormalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     tiers = crops_by_tier(image, {"low": 3, "medium": 6, "high": 12}, 8, 4, statistics)
     assert [len(crops) for crops in tiers.values()] == [4, 7, 13]
     shades = (torch.arange(12) * 20 / 255 - 0.5) / 0.5
     assert_close(tiers["high"][1:], shades[:, None, None, None].expand(12, 3, 8, 8))
     for crops in tiers.values():
         assert_close(crops[0], tiers["low"][0])
-    assert [grid_of(count, 300, 400) for count in (3, 6, 12)] == [(1, 3), (2, 3), (3, 4)]
-    assert grid_of(12, 900, 300) == (6, 2)
+    assert [best_grid(count, 300, 400) for count in (3, 6, 12)] == [(1, 3), (2, 3), (3, 4)]
+    assert best_grid(12, 900, 300) == (6, 2)
 
 
 def test_the_overview_is_what_the_real_processor_makes(llava):
@@ -86,7 +86,7 @@ def test_a_picture_and_a_question_are_answered(family, tmp_path, request):
     assert (asked.before, asked.question) == ((1,), (3, 4, 5, 2))  # user <image> what is this assistant
     assert asked.name == sample_from(picture(70, 50), "what is this", loaded).name
     assert asked.name != sample_from(picture(70, 50), "where is this", loaded).name
-    _, work = Executor(loaded.adapter, loaded.options).answer([Request(asked, loaded.options.full)])
+    _, work = Executor(loaded.adapter, loaded.options).answer([AnswerRequest(asked, loaded.options.full)])
     tokens = 5 + loaded.adapter.image_tokens(asked.crops["high"])
     experts = loaded.options.total_blocks - len(loaded.options.dense_blocks)
     assert work.expert_pairs == 4 * ((experts - 1) * tokens + 1)  # in the last block only the last token

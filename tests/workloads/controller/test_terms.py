@@ -12,8 +12,8 @@ from groupwise.workloads.controller.rewards import (
     check_annotators,
     cost_table,
     exact,
+    normalize_answer,
     penalty_terms,
-    plain,
     vqa,
 )
 from workloads.controller.test_policy import MOLMOE
@@ -60,9 +60,9 @@ def test_soft_match_with_annotators(said, matching, others, score):
 
 
 def test_answers_are_compared_plainly():
-    assert plain("The  Two dogs!") == "2 dogs"
-    assert plain("10:30, a.m. or 2.5") == "10:30 am or 2.5"
-    assert plain("don't") == "dont"
+    assert normalize_answer("The  Two dogs!") == "2 dogs"
+    assert normalize_answer("10:30, a.m. or 2.5") == "10:30 am or 2.5"
+    assert normalize_answer("don't") == "dont"
     with pytest.raises(UserError, match="needs at least 3 annotators"):
         check_annotators("vqa", [["a"] * 3, ["a"]])
     check_annotators("exact", [["a"]])

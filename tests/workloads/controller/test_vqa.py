@@ -14,12 +14,12 @@ from torch.testing import assert_close
 from groupwise.core.errors import UserError
 from groupwise.latency.machine import current_machine
 from groupwise.recipes import load_recipe
-from groupwise.workloads.controller.latency.source import chosen_estimator
+from groupwise.workloads.controller.latency.source import load_estimator
 from groupwise.workloads.controller.model.inputs import sample_from
 from groupwise.workloads.controller.model.load import load_model
-from groupwise.workloads.controller.tasks.vqa.config import VqaControllerConfig
-from groupwise.workloads.controller.tasks.vqa.dataset import Entry, in_part, read_entries
-from groupwise.workloads.controller.tasks.vqa.task import Album, final_questions
+from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
+from groupwise.workloads.controller.tasks.vqa.dataset import Entry, read_entries, select_split
+from groupwise.workloads.controller.tasks.vqa.task import ImageStore, final_questions
 from workloads.controller.priced import priced
 from workloads.controller.tiny_folders import save_llava
 from workloads.controller.tiny_vqa import QUESTIONS_PER_IMAGE, file_name, write, write_lines, write_vqa
@@ -42,11 +42,11 @@ def data(tmp_path):
 
 def config(model, paths, **changed):
     settings = {"dtype": "float32", "held_out_share": 0.3, "estimator": "counted", "max_new_tokens": 2, **changed}
-    return VqaControllerConfig(model=str(model), accuracy="vqa", **paths, **settings)
+    return VqaConfig(model=str(model), accuracy="vqa", **paths, **settings)
 
 
 def test_both_formats_hold_the_same(tmp_path):
-    two = read_entries(*write_vqa(tmp_path / "two", 3).values(), image_name=VqaControllerConfig.image_name)
+    two = read_entries(*write_vqa(tmp_path / "two", 3).values(), image_name=VqaConfig.image_name)
     lines = write_lines(tmp_path / "one", 3)
     one = read_entries(lines["questions"], None, lines["images"], "")
     assert [(each.question, each.answers, each.image.name) for each in one] == [
@@ -65,7 +65,7 @@ def test_no_image_is_in_two_parts_and_each_stays_when_others_leave(images, held_
 
     def parts(some):
         return {
-            part: [each.place for each in in_part(some, part, held_out=held_out, test=test, seed=seed)]
+            part: [each.place for each in select_split(some, part, held_out=held_out, test=test, seed=seed)]
             for part in ("train", "choose", "test")
         }
 
@@ -102,7 +102,7 @@ def test_a_sample_is_named_by_the_picture_and_by_how_it_is_seen(model, tmp_path,
     coarse = replace(loaded, options=replace(loaded.options, crops={"low": 1, "high": 2}))
 
     def named(file, loaded):
-        return Album(loaded).question(file, "what", ("this",), prompt="{question}").sample.name
+        return ImageStore(loaded).question(file, "what", ("this",), prompt="{question}").sample.name
 
     assert named(file, loaded) == named(tmp_path / "copy.jpg", loaded)
     assert len({named(file, loaded), named(file, coarse), named(data["images"] / file_name(101), loaded)}) == 3
@@ -187,7 +187,7 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
     told = replace(strange, estimator_anyway=True).task(CPU).notes
     assert any("fitted for cpu another" in note for note in told)
     with pytest.raises(UserError, match=r"workload.estimator is empty.* 'counted' for times in proportion"):
-        chosen_estimator("", loaded, new_tokens=1)
+        load_estimator("", loaded, new_tokens=1)
 
 
 def test_the_recipe_checks_and_trains_from_the_command_line(model, data, tmp_path):

@@ -12,13 +12,13 @@ from processes import TESTS, on_ranks
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.evaluate.exact import all_rewards, best_reward, expected_reward
-from groupwise.workloads.controller.policy.decide import greedy, knobs_of, repeated, sampled
+from groupwise.workloads.controller.evaluate.exact import best_reward, expected_reward, reward_of_configurations
+from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option, replay_option, sample_option
 from workloads.controller.ranks import outcome
 from workloads.controller.small import EXECUTOR, LinearCost, SmallConfig, recipe
 from workloads.controller.tiny import OPTIONS
@@ -39,7 +39,7 @@ def workload():
 
 def rows_of(conditions, members, rows_per_pass=1000):
     condition = torch.arange(conditions).repeat_interleave(members)
-    return Rows(5, 0, rows_per_pass, condition, torch.arange(members).repeat(conditions), condition)
+    return RolloutRows(5, 0, rows_per_pass, condition, torch.arange(members).repeat(conditions), condition)
 
 
 def test_a_rollout_is_four_decisions_that_score_the_same_again(workload):
@@ -58,7 +58,9 @@ def test_the_cut_changes_nothing_and_a_row_does_not_see_its_neighbours(workload)
     assert torch.equal(whole.data["choices"], cut.data["choices"])
     assert whole.data["answer"] == cut.data["answer"]
     other = built(values=(0.6, 0.9))
-    other.rollout(Rows(5, 0, 2, *(torch.tensor([each, 0]) for each in (9, 0, 9))))  # the same states, in another order
+    other.rollout(
+        RolloutRows(5, 0, 2, *(torch.tensor([each, 0]) for each in (9, 0, 9)))
+    )  # the same states, in another order
     alone, together = (
         each.controller.features.latency_tokens(each.training.questions, torch.full((8,), 2), torch.full((8,), 1))[0]
         for each in (other, workload)
@@ -73,9 +75,9 @@ def test_with_the_guarantee_nothing_drawn_is_estimated_over_budget(workload, fra
     config = BudgetConfig(values=(fraction,), span=span, on_impossible="cheapest")
     conditions = make_conditions(workload.training.questions, LinearCost(), OPTIONS, config)
     chances = torch.rand(8, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    for pick in (sampled(chances), greedy):
+    for pick in (sample_option(chances), greedy_option):
         choices = workload.controller.decide(conditions, torch.arange(8), pick).choices
-        for nth, knobs in enumerate(knobs_of(OPTIONS, choices)):
+        for nth, knobs in enumerate(choices_to_knobs(OPTIONS, choices)):
             high_ms = LinearCost().one(knobs).high_ms - (7 if span == "first_token" else 0)
             if conditions.impossible[nth]:
                 assert choices[nth].tolist() == [0, 0, 0, 0]
@@ -88,10 +90,10 @@ def test_the_penalty_offers_everything_and_prices_the_overrun():
     assert free.training.fits(torch.arange(8)).all()
     rollouts = free.rollout(rows_of(8, 8))
     terms = free.rewards(rollouts)
-    assert list(terms.values) == ["accuracy", "late", "overrun", "saving", "cost"]
-    for row, knobs in enumerate(knobs_of(OPTIONS, rollouts.data["choices"])):
+    assert list(terms.per_rollout) == ["accuracy", "late", "overrun", "saving", "cost"]
+    for row, knobs in enumerate(choices_to_knobs(OPTIONS, rollouts.data["choices"])):
         ratio = LinearCost().one(knobs).total_ms / 80.5
-        assert terms.values["overrun"][row].item() == pytest.approx(-10 * max(0, ratio - 1) ** 2)
+        assert terms.per_rollout["overrun"][row].item() == pytest.approx(-10 * max(0, ratio - 1) ** 2)
     assert free.held_out.over_budget(torch.arange(4), torch.full((4, 4), 2)).all()
 
 
@@ -122,13 +124,13 @@ def test_a_path_is_the_product_of_its_decisions_and_blocks_come_before_the_top_k
     training, controller = workload.training, workload.controller
     fitting = training.fits(torch.arange(4)).nonzero()
     rows, choices = fitting[:, 0], fitting[:, 1:]
-    decided = controller.decide(training, rows, repeated(choices))
+    decided = controller.decide(training, rows, replay_option(choices))
     paths = controller.path_logp(training, torch.arange(4))
     assert_close(decided.logp.sum(1), paths[(rows, *choices.unbind(1))], rtol=0, atol=1e-5)
     # At one tier and position few blocks go with a large top-k, or many with a small one: blocks alone are free.
     two = torch.full_like(training.high_ms, torch.inf)
     two[:, 0, 0, 1, 0] = two[:, 0, 0, 0, 1] = 1e-9
-    (free,) = controller.decide(replace(training, high_ms=two), torch.tensor([0]), greedy).free
+    (free,) = controller.decide(replace(training, high_ms=two), torch.tensor([0]), greedy_option).free
     assert free.tolist() == [False, False, False, True]
 
 
@@ -138,8 +140,8 @@ def test_the_exact_gradient_is_the_mean_of_the_sampled_one():
     (exact,) = torch.autograd.grad(expected_reward(workload, workload.training, torch.arange(2)).sum(), weights)
     rollouts = workload.rollout(rows_of(2, members))
     rewards = weigh(workload.rewards(rollouts), gw.RewardConfig()).total.view(2, members)
-    centred = (rewards - rewards.mean(1, keepdim=True)).flatten().float()
-    (estimate,) = torch.autograd.grad((workload.score(rollouts).logp.sum(1) * centred).sum() / members, weights)
+    centered = (rewards - rewards.mean(1, keepdim=True)).flatten().float()
+    (estimate,) = torch.autograd.grad((workload.score(rollouts).logp.sum(1) * centered).sum() / members, weights)
     assert torch.cosine_similarity(exact.flatten(), estimate.flatten(), dim=0) > 0.9
     assert estimate.norm().item() == pytest.approx(exact.norm().item(), rel=0.25)
 
@@ -147,26 +149,26 @@ def test_the_exact_gradient_is_the_mean_of_the_sampled_one():
 def test_gradient_climbs_the_exact_expectation():
     workload = built(values=(0.9,))
     rows = torch.arange(8)
-    optimiser = torch.optim.AdamW(workload.policy.parameters(), lr=3e-3)
-    rewards = all_rewards(workload, workload.training, rows, ACCURACY_ALONE)
+    optimizer = torch.optim.AdamW(workload.policy.parameters(), lr=3e-3)
+    rewards = reward_of_configurations(workload, workload.training, rows, ACCURACY_ALONE)
     for _ in range(60):
         reward = (workload.controller.path_logp(workload.training, rows).exp() * rewards).flatten(1).sum(1).mean()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         (-reward).backward()
-        optimiser.step()
+        optimizer.step()
     assert reward > 0.95
 
 
 def last_rewards(config, folder):
     gw.train(replace(config, run=gw.RunConfig(run_dir=folder)))
-    return [entry["reward"] for entry in read_lines(folder / "metrics.jsonl")]
+    return [entry["reward"] for entry in read_jsonl(folder / "metrics.jsonl")]
 
 
-def test_group_normalised_advantages_train_it_along_the_golden_curve(tmp_path):
+def test_group_normalized_advantages_train_it_along_the_golden_curve(tmp_path):
     rewards = last_rewards(recipe(), tmp_path)
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.3
     assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=0.02)
-    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    (sample, *_) = read_jsonl(tmp_path / "samples.jsonl")
     assert set(sample) >= {"image", "question", "knobs", "answer", "right_answers", "budget_ms", "estimated_ms"}
     assert sample["estimated_high_ms"] <= sample["budget_ms"]
     after = json.loads((tmp_path / "eval.json").read_text())["after"]

@@ -12,7 +12,7 @@ WORDS, IMAGE_TOKEN, SIDE = 40, 39, 8
 CROPS = {"low": 1, "medium": 2, "high": 4}
 
 
-def llava_olmoe(*, renormalise: bool = False, kv_heads: int = 4) -> LlavaForConditionalGeneration:
+def llava_olmoe(*, renormalize: bool = False, kv_heads: int = 4) -> LlavaForConditionalGeneration:
     """LLaVA's composition of SigLIP and OLMoE, 8 blocks, top-4 of 6 experts."""
     torch.manual_seed(3)
     text = OlmoeConfig(
@@ -24,7 +24,7 @@ def llava_olmoe(*, renormalise: bool = False, kv_heads: int = 4) -> LlavaForCond
         num_key_value_heads=kv_heads,
         num_experts=6,
         num_experts_per_tok=4,
-        norm_topk_prob=renormalise,
+        norm_topk_prob=renormalize,
         max_position_embeddings=128,
         pad_token_id=0,
         bos_token_id=None,

@@ -38,7 +38,7 @@ def tokenizer(template: str | None = TEMPLATE) -> PreTrainedTokenizerFast:
 
 
 def llava(text: LlamaConfig | None = None) -> LlavaForConditionalGeneration:
-    """With eyes for colours; with OLMoE unless another text model is named."""
+    """With eyes for colors; with OLMoE unless another text model is named."""
     torch.manual_seed(7)
     config = tiny.llava_olmoe().config.to_dict()
     config["vision_config"]["num_channels"] = 3

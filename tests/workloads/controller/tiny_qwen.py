@@ -16,7 +16,7 @@ SIDE = PATCH * MERGE
 def qwen(
     config: type = Qwen3VLMoeConfig, model: type = Qwen3VLMoeForConditionalGeneration
 ) -> Qwen3VLMoeForConditionalGeneration:
-    """6 blocks, number 3 dense; top-4 of 6 experts, weights renormalised; deepstack features after blocks 0 and 1."""
+    """6 blocks, number 3 dense; top-4 of 6 experts, weights renormalized; deepstack features after blocks 0 and 1."""
     torch.manual_seed(5)
     text = {
         "vocab_size": 48,

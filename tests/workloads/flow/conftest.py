@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.workloads.flow.cameras import poses_of
+from groupwise.workloads.flow.cameras import motion_to_pose
 from workloads.flow.tiny_folders import clip_file, sd3_folder, wan_folder
 
 
@@ -22,7 +22,7 @@ def data(tmp_path_factory):
     clip_file(folder / "clip.npy", 5)
     lines = []
     for nth in range(4):
-        np.save(folder / f"camera{nth}.npy", poses_of(torch.linspace(0, 0.1 * nth, 12).view(2, 6)).numpy())
+        np.save(folder / f"camera{nth}.npy", motion_to_pose(torch.linspace(0, 0.1 * nth, 12).view(2, 6)).numpy())
         lines.append({"prompt": "a cat by the sea", "video": "clip.npy", "camera": f"camera{nth}.npy", "weight": nth})
     (folder / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / "train.jsonl"

@@ -10,12 +10,12 @@ from dataclasses import replace
 
 import torch
 
-from groupwise.core.advantage import compare
+from groupwise.core.advantage import compute_advantages
 from groupwise.core.placement import place
 from groupwise.core.reward import weigh
-from groupwise.dist.comm import connect, disconnect, end_at_once
+from groupwise.dist.comm import connect, disconnect, exit_now
 from groupwise.recipes.flow_recam import recipe as recam
-from groupwise.training.loop import gather_ids, gather_rewards, rollout, training_steps
+from groupwise.training.loop import compute_rewards, gather_group_ids, generate_rollouts, training_steps
 from groupwise.training.run import set_up
 from workloads.flow.small import SmallConfig
 
@@ -37,10 +37,10 @@ def outcome(placement: str) -> dict[str, object]:
     )
     setup = set_up(config)
     comm, placed = setup.comm, place(setup.shape, seed=config.seed, step=0)
-    rollouts = rollout(setup.workload, placed, comm)
-    ids = gather_ids(rollouts, placed, comm)
-    rewards = weigh(gather_rewards(setup.workload, rollouts, comm), config.reward)
-    advantages = compare(rewards, ids, config.advantage)
+    rollouts = generate_rollouts(setup.workload, placed, comm)
+    ids = gather_group_ids(rollouts, placed, comm)
+    rewards = weigh(compute_rewards(setup.workload, rollouts, comm), config.reward)
+    advantages = compute_advantages(rewards, ids, config.advantage)
     order = (placed.group * config.group_size + placed.member).argsort()
     latents = comm.gather(rollouts.data["latents"].flatten(1))
     for _ in training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=comm):
@@ -63,4 +63,4 @@ if __name__ == "__main__":
     if connect().is_main:
         torch.save(found, sys.argv[1])
     disconnect()
-    end_at_once()
+    exit_now()

@@ -92,7 +92,7 @@ def recipe() -> gw.Config:
         group_size=4,
         rows_per_pass=4,
         loss=gw.LossConfig(clip_low=1e-3, clip_high=1e-3, kl=0.01),
-        optimiser=gw.OptimiserConfig(learning_rate=3e-3, ema_decay=0.5),
+        optimizer=gw.OptimizerConfig(learning_rate=3e-3, ema_decay=0.5),
         run=gw.RunConfig(checkpoint_every=2),
     )
 

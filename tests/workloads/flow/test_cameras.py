@@ -10,12 +10,12 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.workloads.flow.cameras import (
-    check_path,
-    join,
-    poses_of,
+    check_camera_path,
+    join_pose,
+    motion_to_pose,
     relative_to_first,
     rotation_errors,
-    split,
+    split_pose,
     translation_errors,
 )
 
@@ -24,11 +24,11 @@ MOTIONS = st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=2, max_si
 
 
 def turned(angle, translation=(0.0, 0.0, 0.0)):
-    return poses_of(torch.tensor([[0.0, 0.0, angle, *translation]], dtype=torch.float64))
+    return motion_to_pose(torch.tensor([[0.0, 0.0, angle, *translation]], dtype=torch.float64))
 
 
 def test_poses_by_hand():
-    rotation, translation = split(turned(math.pi / 2, (1.0, 2.0, 3.0)))
+    rotation, translation = split_pose(turned(math.pi / 2, (1.0, 2.0, 3.0)))
     assert_close(rotation[0], torch.tensor([[0.0, -1, 0], [1, 0, 0], [0, 0, 1]], dtype=torch.float64))
     assert translation.tolist() == [[1, 2, 3]]
 
@@ -44,19 +44,19 @@ def test_errors_by_hand():
 
 @given(MOTIONS)
 def test_rotations_are_rotations_and_a_path_begins_at_home(motions):
-    path = relative_to_first(poses_of(motions.double()))
-    rotation, translation = split(path)
+    path = relative_to_first(motion_to_pose(motions.double()))
+    rotation, translation = split_pose(path)
     assert_close(rotation @ rotation.mT, torch.eye(3, dtype=torch.float64).expand_as(rotation), atol=1e-6, rtol=0)
     assert_close(rotation[0], torch.eye(3, dtype=torch.float64), atol=1e-9, rtol=0)
     assert_close(translation[0], torch.zeros(3, dtype=torch.float64), atol=1e-9, rtol=0)
-    check_path(path, len(path), "a test")
+    check_camera_path(path, len(path), "a test")
 
 
 @given(MOTIONS, st.lists(NUMBERS, min_size=6, max_size=6).map(torch.tensor))
 def test_another_world_frame_is_the_same_path(motions, elsewhere):
-    path = poses_of(motions.double())
-    (outer, origin), (rotation, translation) = split(poses_of(elsewhere.double()[None])), split(path)
-    moved = join(outer @ rotation, (outer @ translation[..., None])[..., 0] + origin)
+    path = motion_to_pose(motions.double())
+    (outer, origin), (rotation, translation) = split_pose(motion_to_pose(elsewhere.double()[None])), split_pose(path)
+    moved = join_pose(outer @ rotation, (outer @ translation[..., None])[..., 0] + origin)
     assert_close(relative_to_first(moved), relative_to_first(path), atol=1e-6, rtol=0)
     assert_close(rotation_errors(path, path), torch.zeros(len(path), dtype=torch.float64), atol=1e-6, rtol=0)
 
@@ -65,11 +65,11 @@ def test_another_world_frame_is_the_same_path(motions, elsewhere):
     ("camera", "said"),
     [
         (torch.zeros(5, 3, 4), r"shape \[5, 3, 4\]: it must be \[frames, 12\]"),
-        (poses_of(torch.zeros(4, 6)), "has 4 poses for 5 frames"),
-        (poses_of(torch.zeros(5, 6)).index_fill(0, torch.tensor([3]), math.nan), "holds nan in frame 3"),
-        (2 * poses_of(torch.zeros(5, 6)), "no rigid motion in frame 0"),
+        (motion_to_pose(torch.zeros(4, 6)), "has 4 poses for 5 frames"),
+        (motion_to_pose(torch.zeros(5, 6)).index_fill(0, torch.tensor([3]), math.nan), "holds nan in frame 3"),
+        (2 * motion_to_pose(torch.zeros(5, 6)), "no rigid motion in frame 0"),
     ],
 )
 def test_paths_that_are_none_are_refused(camera, said):
     with pytest.raises(gw.UserError, match=said):
-        check_path(camera, 5, "clip 7")
+        check_camera_path(camera, 5, "clip 7")

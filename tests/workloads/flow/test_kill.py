@@ -7,7 +7,7 @@ import pytest
 from processes import groupwise, kill, start, wait_for_steps
 
 import groupwise as gw
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 from workloads.flow.small import slow_recipe
 
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")
@@ -16,11 +16,11 @@ CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 def result_of(folder):
     steps = [
         {name: value for name, value in entry.items() if name not in CLOCK}
-        for entry in read_lines(folder / "metrics.jsonl")
+        for entry in read_jsonl(folder / "metrics.jsonl")
     ]
     newest = folder / "checkpoints" / "step-000010"
-    files = ("policy.safetensors", "ema.safetensors", "optimiser.pt")
-    return steps, read_lines(folder / "samples.jsonl"), [(newest / name).read_bytes() for name in files]
+    files = ("policy.safetensors", "ema.safetensors", "optimizer.pt")
+    return steps, read_jsonl(folder / "samples.jsonl"), [(newest / name).read_bytes() for name in files]
 
 
 @pytest.mark.timeout(450)
@@ -33,7 +33,7 @@ def test_killed_twice_and_resumed_it_is_the_run_that_was_not(tmp_path):
         wait_for_steps(tmp_path / "killed", steps, process, seconds=120)
         time.sleep(delay)
         kill(process)
-        assert len(read_lines(tmp_path / "killed" / "metrics.jsonl")) < config.steps
+        assert len(read_jsonl(tmp_path / "killed" / "metrics.jsonl")) < config.steps
     ended = groupwise(*words)
     assert ended.returncode == 0, ended.stderr
     assert "Resuming" in ended.stderr

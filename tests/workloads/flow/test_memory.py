@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from workloads.flow.small import SmallConfig, recipe
 
@@ -48,7 +48,7 @@ class LargeConfig(SmallConfig):
 def run_of(folder, workload):
     config = replace(recipe(), workload=workload, steps=2)
     gw.train(replace(config, run=replace(config.run, run_dir=folder, preflight=False)))
-    return read_lines(folder / "metrics.jsonl"), load_file(
+    return read_jsonl(folder / "metrics.jsonl"), load_file(
         folder / "checkpoints" / "step-000002" / "policy.safetensors"
     )
 

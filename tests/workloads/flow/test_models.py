@@ -7,10 +7,10 @@ from safetensors.torch import save_file
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import poses_of
+from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity, camera_weights
-from groupwise.workloads.flow.models.pipeline_folder import visiting
+from groupwise.workloads.flow.models.pipeline_folder import on_device
 from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
 from groupwise.workloads.flow.task import Condition
 from workloads.flow.small import CPU
@@ -25,7 +25,7 @@ def model(folder, **settings):
 
 def condition(nth=0):
     source = torch.linspace(-1, 1, 3 * 5 * 16 * 16).view(3, 5, 16, 16)
-    return Condition("a cat", source, poses_of(torch.full((2, 6), 0.1 * nth) * torch.tensor([[0.0], [1.0]])))
+    return Condition("a cat", source, motion_to_pose(torch.full((2, 6), 0.1 * nth) * torch.tensor([[0.0], [1.0]])))
 
 
 def test_fresh_camera_layers_change_nothing_and_trained_ones_do(wan):
@@ -88,7 +88,7 @@ def test_what_visits_the_device_leaves_it_even_when_its_work_fails():
     part = Traveller()
 
     def work():
-        with visiting(torch.device("meta"), part, None):
+        with on_device(torch.device("meta"), part, None):
             assert part.places == ["meta"]
             raise RuntimeError("out of memory")
 

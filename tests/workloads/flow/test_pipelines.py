@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.recipes import load_recipe
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.flow.data import read_conditions
 from workloads.flow.small import CPU
 from workloads.flow.tiny_pipelines import pictures, recam
@@ -23,11 +23,11 @@ def test_a_wan_folder_trains_from_files(wan, data, tmp_path):
         group_size=2,
         rows_per_pass=2,
         loss=gw.LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),
-        optimiser=gw.OptimiserConfig(learning_rate=1e-2, ema_decay=0.9),
+        optimizer=gw.OptimizerConfig(learning_rate=1e-2, ema_decay=0.9),
         run=gw.RunConfig(run_dir=tmp_path),
     )
     gw.train(config)
-    first, second = read_lines(tmp_path / "metrics.jsonl")
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
     assert first["kl"] == 0
     assert second["kl"] > 0
     assert first["ratio_max"] == pytest.approx(1.0, abs=1e-4)
@@ -40,7 +40,7 @@ def test_bfloat16_weights_still_have_a_ratio_of_one(wan, data):
     assert {weight.dtype for weight in workload.policy.parameters() if weight.requires_grad} == {torch.float32}
     numbers = torch.tensor([0, 0, 2, 2])
     with torch.no_grad():
-        rollouts = workload.rollout(Rows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers))
+        rollouts = workload.rollout(RolloutRows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers))
     assert rollouts.logp.dtype == torch.float32
     assert torch.equal(workload.score(rollouts).logp, rollouts.logp)
 
@@ -59,11 +59,11 @@ def test_sd3_makes_pictures_from_prompts(sd3):
     assert workload.shape == (4, 8, 8)
     with torch.no_grad():
         rollouts = workload.rollout(
-            Rows(0, 0, 4, *(torch.tensor(each) for each in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1])))
+            RolloutRows(0, 0, 4, *(torch.tensor(each) for each in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 1, 1])))
         )
     scored = workload.score(rollouts)
     assert torch.equal(scored.logp, rollouts.logp)
-    assert workload.rewards(rollouts).values["warmth"].isfinite().all()
+    assert workload.rewards(rollouts).per_rollout["warmth"].isfinite().all()
     assert workload.decode(rollouts.data["latents"]).shape == (4, 3, 16, 16)
     scored.logp.sum().backward()
     assert any(weight.grad is not None and weight.grad.any() for weight in workload.policy.parameters())
@@ -81,7 +81,7 @@ def test_the_recipe_for_pictures_trains_a_pipeline_folder(sd3, tmp_path):
     run = gw.RunConfig(run_dir=tmp_path, preflight=False)
     shape = {"conditions_per_step": 2, "group_size": 4, "rows_per_pass": 4, "steps": 2}
     gw.train(replace(config, workload=workload, run=run, **shape))
-    first, second = read_lines(tmp_path / "metrics.jsonl")
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
     assert first["ratio_max"] == first["ratio_min"] == 1
     assert first["kl"] == 0
     assert second["kl"] > 0
@@ -93,7 +93,7 @@ def test_gradient_checkpointing_computes_blocks_again_and_has_the_same_gradient(
     folder = request.getfixturevalue(kind)
     config = recam(folder, data) if kind == "wan" else pictures(folder)
     numbers = torch.tensor([0, 0, 1, 1])
-    rows = Rows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers)
+    rows = RolloutRows(0, 1, 4, numbers, torch.tensor([0, 1, 0, 1]), numbers)
     gradients, passes = [], []
     for switched in (False, True):
         workload = replace(config, gradient_checkpointing=switched).build(CPU)

@@ -5,38 +5,39 @@ import torch
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import poses_of, rotation_errors, translation_errors
+from groupwise.workloads.flow.cameras import motion_to_pose, rotation_errors, translation_errors
 from groupwise.workloads.flow.tasks.plane.charts import draw_gif, draw_strip
-from groupwise.workloads.flow.tasks.plane.rewards import PlaneJudge, locate
+from groupwise.workloads.flow.tasks.plane.rewards import PlaneRewards, estimate_camera
 from groupwise.workloads.flow.tasks.plane.scene import (
-    LIGHT,
+    LIGHT_LEVELS,
     SIDE,
     Scenes,
     draw_motions,
     draw_scenes,
     encode,
-    film,
-    meet,
     path_of,
+    project_to_plane,
+    render_clip,
 )
 from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 
 NUMBERS = torch.arange(12)
 SCENES, MOTIONS = draw_scenes(3, NUMBERS), draw_motions(3, NUMBERS)
 CAMERA = path_of(MOTIONS)
-CLIPS = film(SCENES, CAMERA)
+CLIPS = render_clip(SCENES, CAMERA)
 
 
 def test_where_pixels_look_by_hand():
     still, nearer, aside = (
-        meet(poses_of(torch.tensor([[0.0, 0, 0, *move]])))[0] for move in ((0, 0, 0), (0, 0, 0.5), (0.1, 0, 0))
+        project_to_plane(motion_to_pose(torch.tensor([[0.0, 0, 0, *move]])))[0]
+        for move in ((0, 0, 0), (0, 0, 0.5), (0.1, 0, 0))
     )
     corner = 1 - 1 / SIDE
     assert_close(still[0], torch.tensor([-corner, -corner]))
     assert_close(nearer, still / 2)  # at half the distance the picture spans half as much
     assert_close(aside, still + torch.tensor([0.1, 0.0]))
     # turned about the vertical axis, the middle looks at tan(angle)
-    turned = meet(poses_of(torch.tensor([[0.0, 0.2, 0, 0, 0, 0]])))[0].view(SIDE, SIDE, 2)
+    turned = project_to_plane(motion_to_pose(torch.tensor([[0.0, 0.2, 0, 0, 0, 0]])))[0].view(SIDE, SIDE, 2)
     middle = turned[SIDE // 2 - 1 : SIDE // 2 + 1, SIDE // 2 - 1 : SIDE // 2 + 1, 0].mean()
     assert middle.item() == pytest.approx(torch.tan(torch.tensor(0.2)).item(), abs=0.01)
 
@@ -50,7 +51,7 @@ def test_slopes_are_those_of_the_texture():
 
 
 def test_the_camera_is_found_to_a_thousandth_and_explains_everything():
-    found = locate(SCENES, CLIPS)
+    found = estimate_camera(SCENES, CLIPS)
     assert rotation_errors(found.camera, CAMERA).max() < 2e-3
     assert translation_errors(found.camera, CAMERA).max() < 2e-3
     assert found.explained.min() > 0.9999
@@ -58,14 +59,14 @@ def test_the_camera_is_found_to_a_thousandth_and_explains_everything():
 
 def test_noise_costs_quality_and_little_accuracy():
     noise = 0.1 * torch.randn(CLIPS.shape, generator=torch.Generator().manual_seed(0))
-    found = locate(SCENES, CLIPS + noise)
+    found = estimate_camera(SCENES, CLIPS + noise)
     assert rotation_errors(found.camera, CAMERA).mean() < 0.04
     assert 0.8 < found.explained.mean() < 0.99
 
 
-@pytest.mark.parametrize("clip", [CLIPS * 0, film(SCENES, path_of(MOTIONS * 0))], ids=["blank", "still"])
+@pytest.mark.parametrize("clip", [CLIPS * 0, render_clip(SCENES, path_of(MOTIONS * 0))], ids=["blank", "still"])
 def test_a_clip_that_shows_no_motion_is_not_found_where_it_was_asked_for(clip):
-    found = locate(SCENES, clip)
+    found = estimate_camera(SCENES, clip)
     assert rotation_errors(found.camera, CAMERA).mean() > 0.1
 
 
@@ -77,9 +78,9 @@ def test_rewards_are_highest_for_what_was_asked_for():
     }
     prompts = [each.prompt for each in conditions]
     scenes, camera = Scenes.stacked(given["scene"]), torch.stack(given["cameras"])
-    light = torch.tensor([LIGHT[prompt] for prompt in prompts]).view(-1, 1, 1, 1, 1)
-    asked, still = film(scenes, camera) * light, torch.stack([each.source for each in conditions]) * light
-    judge = PlaneJudge()
+    light = torch.tensor([LIGHT_LEVELS[prompt] for prompt in prompts]).view(-1, 1, 1, 1, 1)
+    asked, still = render_clip(scenes, camera) * light, torch.stack([each.source for each in conditions]) * light
+    judge = PlaneRewards()
     best, worse = (judge.camera(prompts, list(clips), **given) for clips in (asked, still))
     assert min(best) > 0.97
     assert all(low < high - 0.1 for low, high in zip(worse, best, strict=True))
@@ -100,7 +101,7 @@ def test_pictures_are_drawn(tmp_path):
     from PIL import Image
 
     conditions = plane_conditions(torch.arange(2))
-    clips = film(SCENES.at(torch.arange(2)), CAMERA[:2])
+    clips = render_clip(SCENES.at(torch.arange(2)), CAMERA[:2])
     draw_gif(conditions, clips)(tmp_path / "clips.gif")
     draw_strip(conditions, clips)(tmp_path / "clips.png")
     with Image.open(tmp_path / "clips.gif") as movie:

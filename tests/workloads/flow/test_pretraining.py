@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tools.plane.pretrain import Plan, build, draw_batch, loss_of, pretrain
+from tools.plane.pretrain import PretrainConfig, build, draw_batch, loss_of, pretrain
 from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.workloads.flow.tasks.plane.model import ASSET, PlaneModel, load_plane, save_plane
-from groupwise.workloads.flow.tasks.plane.scene import LARGEST, draw_motions, draw_scenes, film, path_of
+from groupwise.workloads.flow.tasks.plane.scene import LARGEST, draw_motions, draw_scenes, path_of, render_clip
 
-TINY = Plan(steps=6, rows=2, width=24, heads=2, blocks=1, hidden=24, warmup=2, decay=2)
+TINY = PretrainConfig(steps=6, rows=2, width=24, heads=2, blocks=1, hidden=24, warmup=2, decay=2)
 
 
 def test_stopped_and_resumed_it_ends_bit_by_bit_the_same(tmp_path):
@@ -29,11 +29,11 @@ def test_a_fresh_model_is_as_wrong_as_knowing_nothing_and_learns():
     plan = replace(TINY, steps=30, rows=8, warmup=5, decay=5)
     model = build(plan)
     first = loss_of(model, plan, 0).item()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(30):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss_of(model, plan, step).backward()
-        optimiser.step()
+        optimizer.step()
     assert loss_of(model, plan, 31).item() < 0.9 * first
 
 
@@ -42,7 +42,7 @@ def test_batches_hold_true_clips_with_wrong_poses():
     batch = draw_batch(plan, 1)
     numbers = 64 + torch.arange(64)
     motions = draw_motions(plan.seed, numbers)
-    clips = film(draw_scenes(plan.seed, numbers), path_of(motions))
+    clips = render_clip(draw_scenes(plan.seed, numbers), path_of(motions))
     gains = (batch.clip * clips).flatten(1).sum(1) / clips.square().flatten(1).sum(1)
     assert_close(batch.clip, gains.view(-1, 1, 1, 1, 1) * clips)
     assert set((100 * gains).round().int().tolist()) == {100, 70, 45}
@@ -63,7 +63,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
 def test_the_shipped_model_is_small_and_follows_the_camera():
     assert sum(path.stat().st_size for path in ASSET.iterdir()) < 6 * 2**20
     model = PlaneModel(load_plane())
-    plan = Plan()
+    plan = PretrainConfig()
     losses = {}
     with torch.no_grad():
         for name, camera in (("right", None), ("none", path_of(torch.zeros(32, 5, 6)))):

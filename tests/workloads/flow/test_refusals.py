@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import poses_of
+from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.data import read_clip, read_conditions
 from groupwise.workloads.flow.tasks.pipelines import Sd3Config
@@ -63,7 +63,7 @@ def test_lines_that_are_no_conditions_are_refused(tmp_path, line, said):
 def test_cameras_of_the_wrong_length_or_with_nan_are_refused(wan, data, tmp_path):
     clip_file(tmp_path / "clip.npy", 5)
     for frames, hole, said in ((3, False, "has 3 poses for 2 frames"), (2, True, "holds nan in frame")):
-        path = poses_of(torch.zeros(frames, 6))
+        path = motion_to_pose(torch.zeros(frames, 6))
         if hole:
             path[1, 3] = math.nan
         line = json.dumps({"prompt": "", "video": "clip.npy", "camera": path.tolist()})

@@ -15,7 +15,7 @@ import groupwise as gw
 from groupwise.core.reward import weigh
 from groupwise.rewards.http import HttpReward
 from groupwise.rewards.load import named_rewards
-from groupwise.workloads.flow.rewards import judge_clips
+from groupwise.workloads.flow.rewards import clip_rewards
 from groupwise.workloads.flow.task import Condition
 
 CLIPS = torch.linspace(-1, 1, 3 * 2 * 4 * 4 * 4).view(3, 2, 4, 4, 4)
@@ -81,12 +81,12 @@ def address():
 
 
 def asked(url, **settings):
-    return judge_clips({"far": HttpReward(url, **{"pause_s": 0.01, **settings})}, CONDITIONS, CLIPS)
+    return clip_rewards({"far": HttpReward(url, **{"pause_s": 0.01, **settings})}, CONDITIONS, CLIPS)
 
 
 def test_clips_arrive_and_numbers_come_back(address):
     terms = asked(f"{address}/good", rows_per_request=2)
-    assert terms.values["far"].tolist() == pytest.approx(CLIPS.flatten(1).mean(1).tolist(), abs=0.01)
+    assert terms.per_rollout["far"].tolist() == pytest.approx(CLIPS.flatten(1).mean(1).tolist(), abs=0.01)
     assert not terms.failures
     told = Judge.seen[-1]
     assert told["prompts"] == ["clip 2"]
@@ -112,7 +112,7 @@ def test_a_service_that_fails_twice_is_asked_a_third_time(address):
 )
 def test_what_does_not_come_is_missing_with_its_reason(address, path, said):
     terms = asked(f"{address}/{path}", retries=1, timeout_s=0.3)
-    assert terms.values["far"].isnan().all()
+    assert terms.per_rollout["far"].isnan().all()
     assert said in terms.failures["far"]
     assert "in 2 tries" in terms.failures["far"]
     with pytest.raises(gw.UserError, match="3 of 3 rollouts of this step have no reward"):
@@ -133,7 +133,12 @@ def test_single_missing_rewards_are_counted(address):
 def test_rewards_by_name(address):
     found = named_rewards([f"far={address}/good", "near=workloads.flow.small:warmth"], HttpReward("", retries=7))
     assert found["far"] == HttpReward(f"{address}/good", retries=7)
-    assert judge_clips({"near": found["near"]}, CONDITIONS, CLIPS.repeat(1, 2, 1, 1, 1)).values["near"].isfinite().all()
+    assert (
+        clip_rewards({"near": found["near"]}, CONDITIONS, CLIPS.repeat(1, 2, 1, 1, 1))
+        .per_rollout["near"]
+        .isfinite()
+        .all()
+    )
     for wrong, said in (
         (["far"], "name=module:function"),
         ([], "nothing to learn from"),
@@ -147,11 +152,11 @@ def test_rewards_by_name(address):
 def test_a_request_that_fails_takes_no_other_rows_reward(address):
     """Two requests: the first clip's is refused, the second's is not."""
     terms = asked(f"{address}/fussy", rows_per_request=2, retries=0)
-    assert terms.values["far"].isnan().tolist() == [True, True, False]
+    assert terms.per_rollout["far"].isnan().tolist() == [True, True, False]
     assert terms.failures["far"] == "returned None for 2 of 3 rows"
 
 
 def test_a_service_out_of_memory_is_not_this_process_out_of_memory(address):
     terms = asked(f"{address}/full", retries=0)
-    assert terms.values["far"].isnan().all()
+    assert terms.per_rollout["far"].isnan().all()
     assert "out of memory" in terms.failures["far"]

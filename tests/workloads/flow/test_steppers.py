@@ -11,16 +11,16 @@ from torch.testing import assert_close
 
 from groupwise.workloads.flow.sampling.steppers import (
     STEPPERS,
-    Span,
+    NoiseInterval,
     Transition,
     cps,
     dance_sde,
-    divergence,
-    drawn,
     flow_sde,
-    log_probability,
     ode,
-    surprise,
+    residual_chi2,
+    sample_transition,
+    transition_kl,
+    transition_logprob,
 )
 
 ETA = {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
@@ -29,7 +29,7 @@ NOISY = ("flow_sde", "dance_sde", "cps")
 
 def span(sigma, sigma_next, eta, rows=1, second=0.9):
     levels = torch.ones(rows, dtype=torch.float64)
-    return Span(sigma * levels, sigma_next * levels, eta, second)
+    return NoiseInterval(sigma * levels, sigma_next * levels, eta, second)
 
 
 def one(number):
@@ -60,8 +60,8 @@ def test_at_full_noise_the_second_level_stands_in_the_denominator():
 
 def exact_velocity(x, sigma):
     """Of data N(2, 0.5^2): the mean of noise - clean, given x."""
-    centred = (x - 2 * (1 - sigma)) / (0.25 * (1 - sigma) ** 2 + sigma**2)
-    return sigma * centred - (2 + 0.25 * (1 - sigma) * centred)
+    centered = (x - 2 * (1 - sigma)) / (0.25 * (1 - sigma) ** 2 + sigma**2)
+    return sigma * centered - (2 + 0.25 * (1 - sigma) * centered)
 
 
 @pytest.mark.parametrize(("name", "std"), [("ode", 0.493), ("flow_sde", 0.499), ("dance_sde", 0.494), ("cps", 0.395)])
@@ -73,7 +73,7 @@ def test_the_marginal_with_an_exact_velocity(name, std):
         stepper = STEPPERS[name] if nth < 99 else ode
         step = span(1 - nth / 100, 1 - (nth + 1) / 100, ETA[name], rows=len(x), second=0.99)
         transition = stepper(x, exact_velocity(x, 1 - nth / 100), step)
-        x = drawn(transition, torch.randn(x.shape, dtype=torch.float64, generator=source))
+        x = sample_transition(transition, torch.randn(x.shape, dtype=torch.float64, generator=source))
     assert x.mean().item() == pytest.approx(2.0, abs=0.012)
     assert x.std().item() == pytest.approx(std, abs=0.006)
 
@@ -83,11 +83,11 @@ def test_residuals_of_what_was_drawn_are_standard_and_of_an_ode_path_are_not(nam
     source = torch.Generator().manual_seed(2)
     x, velocity, noise = (torch.randn(4, 30_000, generator=source) for _ in range(3))
     levels = torch.full((4,), 0.6)
-    step = Span(levels, levels - 0.1, ETA[name], 0.9)
+    step = NoiseInterval(levels, levels - 0.1, ETA[name], 0.9)
     transition = STEPPERS[name](x, velocity, step)
-    assert surprise(drawn(transition, noise), transition) == pytest.approx(torch.ones(4), abs=0.03)
+    assert residual_chi2(sample_transition(transition, noise), transition) == pytest.approx(torch.ones(4), abs=0.03)
     # the same path without noise, scored as if it had been drawn: far too little surprise
-    assert (surprise(ode(x, velocity, step).mean, transition) < 0.8).all()
+    assert (residual_chi2(ode(x, velocity, step).mean, transition) < 0.8).all()
 
 
 @given(st.floats(0.05, 0.95), st.floats(0.1, 0.9), st.sampled_from(NOISY), st.integers(0, 100))
@@ -96,17 +96,17 @@ def test_log_probabilities_and_divergence_are_those_of_gaussians(sigma, share, n
     x, velocity, other, noise = (torch.randn(3, 5, dtype=torch.float64, generator=source) for _ in range(4))
     step = span(sigma, sigma * share, ETA[name], rows=3)
     transition, reference = (STEPPERS[name](x, v, step) for v in (velocity, other))
-    following = drawn(transition, noise)
+    following = sample_transition(transition, noise)
     ours, theirs = (Normal(each.mean, each.std[:, None].expand(3, 5)) for each in (transition, reference))
-    assert_close(log_probability(following, transition), ours.log_prob(following).mean(1))
-    assert_close(divergence(transition, reference), kl_divergence(ours, theirs).mean(1))
+    assert_close(transition_logprob(following, transition), ours.log_prob(following).mean(1))
+    assert_close(transition_kl(transition, reference), kl_divergence(ours, theirs).mean(1))
 
 
 def test_divergence_by_hand_holds_dt_and_has_a_gradient():
     # |mean - its mean|^2 = .01; s = .7, |dt| = .1: .01 / (2 .49 .1)
     mean = torch.full((1, 4), 0.1, requires_grad=True)
     std = torch.tensor([0.7 * math.sqrt(0.1)])
-    kl = divergence(Transition(mean, std), Transition(torch.zeros(1, 4), std))
+    kl = transition_kl(Transition(mean, std), Transition(torch.zeros(1, 4), std))
     assert kl.item() == pytest.approx(0.01 / (2 * 0.49 * 0.1))
     kl.sum().backward()
     assert_close(mean.grad, torch.full((1, 4), 0.1 / (0.49 * 0.1) / 4))
@@ -115,5 +115,5 @@ def test_divergence_by_hand_holds_dt_and_has_a_gradient():
 def test_no_gradient_flows_through_what_was_drawn():
     mean = torch.zeros(1, 3, requires_grad=True)
     transition = Transition(mean, torch.ones(1))
-    log_probability(mean + 1.0, transition).sum().backward()
+    transition_logprob(mean + 1.0, transition).sum().backward()
     assert_close(mean.grad, torch.full((1, 3), 1 / 3))

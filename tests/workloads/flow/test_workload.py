@@ -9,15 +9,15 @@ from processes import TESTS
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.advantage import compare
+from groupwise.core.advantage import compute_advantages
 from groupwise.core.groups import check_groups
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
-from groupwise.training.run_folder import read_lines
+from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, window_at
-from groupwise.workloads.flow.sampling.steppers import surprise
-from groupwise.workloads.flow.task import ids_of
+from groupwise.workloads.flow.sampling.steppers import residual_chi2
+from groupwise.workloads.flow.task import group_ids
 from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 from workloads.flow.small import CPU, SmallConfig, recipe
 
@@ -31,7 +31,7 @@ def built(**sampling):
 
 def rows_of(conditions, members, rows_per_pass=1000, step=0):
     condition = torch.arange(conditions).repeat_interleave(members)
-    return Rows(5, step, rows_per_pass, condition, torch.arange(members).repeat(conditions), condition)
+    return RolloutRows(5, step, rows_per_pass, condition, torch.arange(members).repeat(conditions), condition)
 
 
 def rolled(workload, *arguments, **more):
@@ -60,7 +60,7 @@ def test_what_was_drawn_is_standard_noise_and_only_the_window_is_stored():
     velocity = workload._velocity(workload.encodings, rollouts.data["condition"])
     for nth, steps in enumerate(rollouts.data["steps"].unbind(1)):
         transition = denoiser.transition(path[:, nth], velocity, steps)
-        assert surprise(path[:, nth + 1], transition).mean().item() == pytest.approx(1.0, abs=0.03)
+        assert residual_chi2(path[:, nth + 1], transition).mean().item() == pytest.approx(1.0, abs=0.03)
 
 
 def test_members_branch_from_one_start_that_is_computed_once(monkeypatch):
@@ -122,7 +122,7 @@ def test_the_cut_and_the_neighbours_change_nothing():
     whole, cut = rolled(workload, 3, 4), rolled(workload, 3, 4, rows_per_pass=2)
     assert_close(whole.data["latents"], cut.data["latents"], rtol=0, atol=1e-5)
     assert_close(whole.logp, cut.logp, rtol=0, atol=1e-5)
-    alone = Rows(5, 0, 1, *(torch.tensor([number]) for number in (2, 3, 2)))
+    alone = RolloutRows(5, 0, 1, *(torch.tensor([number]) for number in (2, 3, 2)))
     with torch.no_grad():
         single = workload.rollout(alone)
     assert_close(single.data["latents"][0], whole.data["latents"][11], rtol=0, atol=1e-5)
@@ -164,9 +164,9 @@ def test_an_id_is_made_from_everything():
         moved,
         replace(condition, name="another"),
     ]
-    ids = [int(ids_of([each])[0]) for each in (condition, *others)]
+    ids = [int(group_ids([each])[0]) for each in (condition, *others)]
     assert len(set(ids)) == 5
-    assert ids_of([condition]).tolist() == ids_of([condition]).tolist()
+    assert group_ids([condition]).tolist() == group_ids([condition]).tolist()
     with pytest.raises(gw.UserError, match="do not share one condition"):
         check_groups(torch.tensor([0, 0]), torch.tensor([ids[0], ids[3]]))
 
@@ -203,19 +203,19 @@ def test_steps_with_rewards_of_their_own_have_advantages_of_their_own():
     workload = SmallConfig(step_rewards=True).build(CPU)
     rollouts = rolled(workload, 2, 4)
     terms = workload.rewards(rollouts)
-    assert terms.steps["expected warmth"].shape == rollouts.logp.shape
+    assert terms.per_decision["expected warmth"].shape == rollouts.logp.shape
     rewards = weigh(terms, gw.RewardConfig(weights={"steadiness": 0.0}))
-    advantages = compare(rewards, rollouts.group_ids)
+    advantages = compute_advantages(rewards, rollouts.group_ids)
     assert advantages.values.shape == rollouts.logp.shape
     assert_close(advantages.values.view(2, 4, -1).mean(1), torch.zeros(2, 2, dtype=torch.float64), rtol=0, atol=1e-9)
-    by_hand = terms.values["warmth"] + terms.steps["expected warmth"][:, 1]
+    by_hand = terms.per_rollout["warmth"] + terms.per_decision["expected warmth"][:, 1]
     group = by_hand[:4]
     assert_close(advantages.values[:4, 1], (group - group.mean()) / (group.std(correction=0) + 1e-6))
 
 
 def run_of(folder, config, **run):
     gw.train(replace(config, run=replace(config.run, run_dir=folder, **run)))
-    return [entry["reward"] for entry in read_lines(folder / "metrics.jsonl")]
+    return [entry["reward"] for entry in read_jsonl(folder / "metrics.jsonl")]
 
 
 def test_it_trains_along_the_golden_curve_and_keeps_what_people_look_at(tmp_path):
@@ -223,7 +223,7 @@ def test_it_trains_along_the_golden_curve_and_keeps_what_people_look_at(tmp_path
     assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=2e-3)
     before, after = (json.loads((tmp_path / "eval.json").read_text())[moment] for moment in ("before", "after"))
     assert after["held-out reward"] > before["held-out reward"] + 0.02
-    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    (sample, *_) = read_jsonl(tmp_path / "samples.jsonl")
     assert set(sample) >= {"prompt", "name", "trained_steps", "reward", "advantage"}
 
 
@@ -231,7 +231,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
     for name, steps in (("straight", (4,)), ("stopped", (2, 4))):
         for last in steps:
             run_of(tmp_path / name, replace(recipe(), steps=last), resume=True, preflight=False)
-    for file in ("policy.safetensors", "ema.safetensors", "optimiser.pt"):
+    for file in ("policy.safetensors", "ema.safetensors", "optimizer.pt"):
         straight, stopped = (
             (tmp_path / name / "checkpoints" / "step-000004" / file).read_bytes() for name in ("straight", "stopped")
         )
@@ -241,7 +241,7 @@ def test_a_resumed_run_is_the_same_bit_by_bit(tmp_path):
 def test_step_rewards_train_too(tmp_path):
     config = replace(recipe(), workload=SmallConfig(step_rewards=True, reference=True), steps=2)
     run_of(tmp_path, config)
-    (entry, *_) = read_lines(tmp_path / "metrics.jsonl")
+    (entry, *_) = read_jsonl(tmp_path / "metrics.jsonl")
     assert "reward/expected warmth" in entry
-    (sample, *_) = read_lines(tmp_path / "samples.jsonl")
+    (sample, *_) = read_jsonl(tmp_path / "samples.jsonl")
     assert len(sample["advantage"]) == len(window_at(config.workload.sampling, 0))

@@ -16,14 +16,14 @@ import transformers
 from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
-from groupwise.data.rows import Table, read_table
+from groupwise.data.rows import Records, read_rows
 from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, PolicyConfig
-from groupwise.workloads.chat.data import Limits, Prompts, make_prompts
-from groupwise.workloads.chat.engine.policy import Policy, load_policy
+from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
 from groupwise.workloads.chat.tasks.arithmetic.task import Split, rows
-from groupwise.workloads.chat.workload import ChatParts, ChatWorkload
-from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_good
+from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
+from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 
 ASSET = Path(__file__).parent / "tasks" / "arithmetic" / "asset"
 _EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
@@ -31,31 +31,31 @@ _EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
     """Everything on one device; the same on every rank."""
-    policy = first_policy(config, device)
+    policy = base_policy(config, device)
     tokenizer = load_tokenizer(config)
     sampling = replace(config.sampling, stop_ids=stop_ids(config, tokenizer, policy))
     functions = reward_functions(config.judge, max_new_tokens=sampling.max_new_tokens)
-    limits = Limits(policy.longest, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
+    limits = PromptLimits(policy.longest, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
     training = _prompts(config.data.train, Split.TRAIN, tokenizer, config, limits)
     held_out = None
     if config.data.held_out:
         held_out = _prompts(config.data.held_out, Split.HELD_OUT, tokenizer, config, limits)
-    return ChatWorkload(ChatParts(policy, tokenizer, training, held_out, functions, sampling), config)
+    return ChatWorkload(ChatComponents(policy, tokenizer, training, held_out, functions, sampling), config)
 
 
-def first_policy(config: ChatConfig, device: torch.device) -> Policy:
+def base_policy(config: ChatConfig, device: torch.device) -> LanguageModelPolicy:
     """The policy as it is before training."""
-    return load_policy(replace(config.policy, model=source(config)), device)
+    return load_policy(replace(config.policy, model=model_folder(config)), device)
 
 
-def source(config: ChatConfig) -> str:
+def model_folder(config: ChatConfig) -> str:
     """Where model and tokenizer come from."""
     return str(ASSET) if config.policy.model == EMBEDDED else config.policy.model
 
 
 def load_tokenizer(config: ChatConfig) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(source(config))
+        return transformers.AutoTokenizer.from_pretrained(model_folder(config))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"policy.model is {config.policy.model!r}, whose tokenizer cannot be loaded:"
@@ -63,7 +63,7 @@ def load_tokenizer(config: ChatConfig) -> Any:
         ) from error
 
 
-def stop_ids(config: ChatConfig, tokenizer: Any, policy: Policy) -> tuple[int, ...]:
+def stop_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) -> tuple[int, ...]:
     """The tokenizer's end-of-sequence token, those of the model's generation config, and the user's own."""
     found = set(config.sampling.stop_ids)
     if tokenizer.eos_token_id is not None:
@@ -86,17 +86,17 @@ def stop_ids(config: ChatConfig, tokenizer: Any, policy: Policy) -> tuple[int, .
     return tuple(sorted(found))
 
 
-def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limits: Limits) -> Prompts:
+def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limits: PromptLimits) -> PromptSet:
     if where == EMBEDDED:
         made = [
             {config.data.prompt_column: row["messages"], config.judge.answer_column: row["answer"]}
             for row in _embedded(split)
         ]
-        table = Table(made, [f"{EMBEDDED} question {nth}" for nth in range(len(made))], dropped=Counter())
+        table = Records(made, [f"{EMBEDDED} question {nth}" for nth in range(len(made))], dropped=Counter())
     else:
         required = (config.data.prompt_column, *required_columns(config.judge))
-        table = read_table(where, required=required, bad_rows=config.data.bad_rows)
-    return make_prompts(table, tokenizer, config.data, config.judge, limits)
+        table = read_rows(where, required=required, bad_rows=config.data.bad_rows)
+    return make_prompt_set(table, tokenizer, config.data, config.judge, limits)
 
 
 def _embedded(split: Split) -> list[dict[str, Any]]:
@@ -106,11 +106,11 @@ def _embedded(split: Split) -> list[dict[str, Any]]:
 def export(run: Path | str, folder: Path | str) -> Path:
     """Write model and tokenizer of the run's newest good checkpoint; averaged weights where the run kept any."""
     run, folder = Path(run), Path(folder)
-    checkpoint = newest_good(run / "checkpoints", lambda told: warnings.warn(told, stacklevel=2))
+    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda told: warnings.warn(told, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
     config = ChatConfig(policy=_policy_config(run))
-    policy = first_policy(config, torch.device("cpu"))
+    policy = base_policy(config, torch.device("cpu"))
     _fill(policy, checkpoint)
     model = policy.model if config.policy.lora_rank is None else policy.model.merge_and_unload()
     model.save_pretrained(folder)
@@ -128,7 +128,7 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 
 @torch.no_grad()
-def _fill(policy: Policy, checkpoint: Path) -> None:
+def _fill(policy: LanguageModelPolicy, checkpoint: Path) -> None:
     averaged = checkpoint / AVERAGED_WEIGHTS
     own = dict(policy.named_parameters())
     for name, tensor in load_file(averaged if averaged.is_file() else checkpoint / WEIGHTS).items():

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 from groupwise.core.errors import UserError, require, require_types
 from groupwise.memory.architecture import read_architecture
 from groupwise.workloads.base import WorkloadConfig
-from groupwise.workloads.chat.memory import LanguageMemory
+from groupwise.workloads.chat.memory import ChatMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from groupwise.memory.stages import Job
+    from groupwise.memory.stages import StepSpec
     from groupwise.workloads.chat.workload import ChatWorkload
 
 
@@ -57,7 +57,7 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """The distribution that a token is drawn from. Training scores with the same one."""
 
     temperature: float = 1.0
@@ -145,7 +145,7 @@ class JudgeConfig:
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class ChatEvalConfig:
     """How a policy is judged on held-out prompts. A completion passes when the first reward reaches pass_from."""
 
     questions: int | None = 256
@@ -175,9 +175,9 @@ class ChatConfig(WorkloadConfig):
     policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(model=EMBEDDED))
     """policy.model 'arithmetic' is the embedded one."""
     data: DataConfig = field(default_factory=DataConfig)
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: ChatEvalConfig = field(default_factory=ChatEvalConfig)
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a completion besides the tokenizer's end-of-sequence token and the model's own list."""
     decode_rows: int = 256
@@ -187,14 +187,17 @@ class ChatConfig(WorkloadConfig):
     lengths that changes no result. None for no limit."""
     mask_truncated: bool = False
     """Leave completions that reached max_new_tokens out of the loss; they still count in their group's comparison."""
-    truncation_alarm: float = 0.9
-    """Share of truncated completions from which a step raises the alarm."""
-    when_all_truncated: Literal["warn", "stop"] = "warn"
-    """What that alarm does."""
+    truncation_warning_at: float = 0.9
+    """Share of truncated completions from which a step gives a warning (see run.on_warning)."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")
-        require(0 < self.truncation_alarm <= 1, "truncation_alarm", self.truncation_alarm, "above 0 and at most 1")
+        require(
+            0 < self.truncation_warning_at <= 1,
+            "truncation_warning_at",
+            self.truncation_warning_at,
+            "above 0 and at most 1",
+        )
         require(self.decode_rows >= 1, "decode_rows", self.decode_rows, "at least 1")
         tokens = self.tokens_per_pass
         require(tokens is None or tokens >= 1, "tokens_per_pass", tokens, "1 or more, or None")
@@ -209,11 +212,11 @@ class ChatConfig(WorkloadConfig):
 
         return build(self, device)
 
-    def memory(self) -> LanguageMemory:
+    def memory_model(self) -> ChatMemory:
         """By the model's config.json, with the longest prompt and the longest completion in every row."""
         model = read_architecture(self._folder)
         room = (model.longest or 2048) - self.sampling.max_new_tokens
-        return LanguageMemory(
+        return ChatMemory(
             model,
             prompt_tokens=self.data.longest_prompt or max(1, min(room, PLANNED_PROMPT)),
             completion_tokens=self.sampling.max_new_tokens,
@@ -226,12 +229,14 @@ class ChatConfig(WorkloadConfig):
             tokens_per_pass=self.tokens_per_pass,
         )
 
-    def traced(self, job: Job) -> Mapping[str, int]:
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
         from groupwise.workloads.chat.trace import traced_chat
 
-        return traced_chat(transformers.AutoConfig.from_pretrained(self._folder), self.policy, job, self.memory())
+        return traced_chat(
+            transformers.AutoConfig.from_pretrained(self._folder), self.policy, spec, self.memory_model()
+        )
 
     @property
     def _folder(self) -> Path:

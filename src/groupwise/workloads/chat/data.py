@@ -14,15 +14,15 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
-from groupwise.data.rows import BadRowError, Row, Sieve, Table, counted
+from groupwise.data.rows import BadRowError, Record, Records, RowFilter, format_counts
 from groupwise.workloads.chat.config import DataConfig, JudgeConfig
 from groupwise.workloads.chat.rewards import check_answer
 
-_TAKEN = ("prompts", "completions", "completion_ids")
+_RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
 
 
 @dataclass(frozen=True)
-class Prompts:
+class PromptSet:
     """What completions are asked for."""
 
     ids: list[tuple[int, ...]]
@@ -42,7 +42,7 @@ class Prompts:
 
 
 @dataclass(frozen=True)
-class Limits:
+class PromptLimits:
     """What a model can take."""
 
     longest: int | None
@@ -56,13 +56,15 @@ class Limits:
         return min((most for most in (room, config.longest_prompt) if most is not None), default=None)
 
 
-def make_prompts(table: Table, tokenizer: Any, config: DataConfig, judge: JudgeConfig, limits: Limits) -> Prompts:
+def make_prompt_set(
+    table: Records, tokenizer: Any, config: DataConfig, judge: JudgeConfig, limits: PromptLimits
+) -> PromptSet:
     """Every usable row as a prompt. One that is too long is refused or dropped, never cut."""
-    sieve, kept, ids, shown = Sieve(config.bad_rows), [], [], []
+    sieve, kept, ids, shown = RowFilter(config.bad_rows), [], [], []
     for row, place in zip(table.rows, table.places, strict=True):
         try:
             check_answer(row, judge)
-            prompt = _prompt(row[config.prompt_column], config)
+            prompt = _normalize_prompt(row[config.prompt_column], config)
             tokens = _encode(prompt, tokenizer, config)
             _check_tokens(tokens, limits, config)
         except BadRowError as bad:
@@ -72,25 +74,25 @@ def make_prompts(table: Table, tokenizer: Any, config: DataConfig, judge: JudgeC
         ids.append(tokens)
         shown.append(prompt)
     if not kept:
-        raise UserError(f"No row of the dataset can be used: {counted(sieve.dropped)}. See data.bad_rows.")
+        raise UserError(f"No row of the dataset can be used: {format_counts(sieve.dropped)}. See data.bad_rows.")
     names = [name for name in kept[0] if name != config.prompt_column]
-    for name in set(names) & set(_TAKEN):
+    for name in set(names) & set(_RESERVED_COLUMNS):
         raise UserError(f"The dataset has a column '{name}', which rewards receive something else under. Rename it.")
-    return Prompts(
+    return PromptSet(
         ids,
         shown,
         {name: [row[name] for row in kept] for name in names},
-        torch.tensor([_identity(nth, tokens, row) for nth, (tokens, row) in enumerate(zip(ids, kept, strict=True))]),
+        torch.tensor([_group_id(nth, tokens, row) for nth, (tokens, row) in enumerate(zip(ids, kept, strict=True))]),
         table.dropped + sieve.dropped,
     )
 
 
-def _identity(nth: int, tokens: tuple[int, ...], row: Row) -> int:
+def _group_id(nth: int, tokens: tuple[int, ...], row: Record) -> int:
     """From the tokens and all columns: equal prompts with other right answers are other conditions."""
     return group_id(nth, json.dumps(tokens), json.dumps(row, sort_keys=True, default=str))
 
 
-def _prompt(content: Any, config: DataConfig) -> Any:
+def _normalize_prompt(content: Any, config: DataConfig) -> Any:
     """Token ids and untemplated text stay as they are; all else becomes messages."""
     if isinstance(content, str):
         if not content.strip():
@@ -138,7 +140,7 @@ def _encode(prompt: Any, tokenizer: Any, config: DataConfig) -> tuple[int, ...]:
     return tuple(tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False))
 
 
-def _check_tokens(tokens: tuple[int, ...], limits: Limits, config: DataConfig) -> None:
+def _check_tokens(tokens: tuple[int, ...], limits: PromptLimits, config: DataConfig) -> None:
     if not tokens:
         raise BadRowError("empty prompt", "its prompt has no tokens.")
     if not 0 <= min(tokens) <= max(tokens) < limits.vocabulary:

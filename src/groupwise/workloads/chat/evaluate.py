@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import require
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import random_bits
-from groupwise.workloads.chat.data import Prompts
+from groupwise.workloads.chat.data import PromptSet
 from groupwise.workloads.chat.engine.sampler import Completion
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _SALT = 0x6576616C  # "eval": keeps these random numbers apart from those of tra
 
 
 @dataclass(frozen=True)
-class Exam:
+class GradedSamples:
     """`samples` completions of each question, row after row of [questions, samples]."""
 
     questions: int
@@ -78,7 +78,9 @@ class Exam:
         return (tokens if wanted is None else tokens[wanted.flatten()]).mean().item()
 
 
-def sit(workload: ChatWorkload, prompts: Prompts, *, samples: int, greedy: bool = False) -> Exam:
+def sample_and_grade(
+    workload: ChatWorkload, prompts: PromptSet, *, samples: int, greedy: bool = False
+) -> GradedSamples:
     """Complete the first `eval.questions` prompts `samples` times each, and judge the completions.
 
     Random numbers depend on eval.seed, question and sample alone: the same each time, on every rank.
@@ -86,7 +88,7 @@ def sit(workload: ChatWorkload, prompts: Prompts, *, samples: int, greedy: bool 
     config = workload.config.eval
     questions = min(len(prompts), config.questions or len(prompts))
     of_row = torch.arange(questions).repeat_interleave(samples)
-    rows = Rows(
+    rows = RolloutRows(
         seed=int(random_bits(_SALT, config.seed)),
         step=0,
         rows_per_pass=len(of_row),
@@ -97,18 +99,18 @@ def sit(workload: ChatWorkload, prompts: Prompts, *, samples: int, greedy: bool 
     sampling = replace(workload.sampling, temperature=0.0) if greedy else workload.sampling
     decode_rows = min(workload.stage_rows.values())  # what was too much for a rollout is not tried here
     rollouts = workload.complete(prompts, rows, sampling, decode_rows=decode_rows)
-    terms = workload.judged(prompts, rollouts).values
+    terms = workload.judged(prompts, rollouts).per_rollout
     first = next(iter(terms.values()))
     passed = (first >= config.pass_from).view(questions, samples)
-    return Exam(questions, samples, rollouts.data["completion"], terms, passed)
+    return GradedSamples(questions, samples, rollouts.data["completion"], terms, passed)
 
 
-def quick_figures(workload: ChatWorkload) -> dict[str, float]:
+def evaluation_metrics(workload: ChatWorkload) -> dict[str, float]:
     """For evaluations while training: means of every reward, sampled and greedy, and pass@k."""
     if workload.parts.held_out is None:
         return {}
-    sampled = sit(workload, workload.parts.held_out, samples=workload.config.eval.samples)
-    greedy = sit(workload, workload.parts.held_out, samples=1, greedy=True)
+    sampled = sample_and_grade(workload, workload.parts.held_out, samples=workload.config.eval.samples)
+    greedy = sample_and_grade(workload, workload.parts.held_out, samples=1, greedy=True)
     return {
         **{f"{name}, sampled": values.nanmean().item() for name, values in sampled.terms.items()},
         **{f"{name}, greedy": values.nanmean().item() for name, values in greedy.terms.items()},

@@ -11,7 +11,7 @@ from typing import Literal
 
 from groupwise.core.errors import require
 from groupwise.memory.architecture import Architecture
-from groupwise.memory.stages import Job, Stages, Trained, fullest, without_nothing
+from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, drop_zero, peak_of_update
 
 CHUNK_NUMBERS, FEWEST_TOKENS = 1 << 21, 64
 """Of the chunked head: logits that are held at a time, and tokens at least."""
@@ -23,7 +23,7 @@ NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
 @dataclass(frozen=True)
-class LanguageMemory:
+class ChatMemory:
     """A language model and the lengths it works with. All lengths are the longest that may occur."""
 
     model: Architecture
@@ -43,20 +43,20 @@ class LanguageMemory:
         for name in ("prompt_tokens", "completion_tokens", "decode_rows"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1")
 
-    def stages(self, job: Job) -> Stages:
+    def stages(self, job: StepSpec) -> StageBytes:
         held = self._trained().parts(job, reference_copies=self.reference_copies)
-        rollout = {name: held[name] for name in ("weights", "optimiser", "averaged weights", "reference")}
+        rollout = {name: held[name] for name in ("weights", "optimizer", "averaged weights", "reference")}
         in_step = self._trained().in_step(job)
-        update = fullest(held, self._moments(job), in_step, one_pass=job.shape.passes == 1)
-        return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
+        update = peak_of_update(held, self._moments(job), in_step, one_pass=job.shape.passes == 1)
+        return StageBytes(drop_zero({**rollout, **self._rollout(job)}), drop_zero(update))
 
     # Weights and what training adds to them
 
-    def _trained(self) -> Trained:
+    def _trained(self) -> WeightBytes:
         if self.lora_rank is None:
-            return Trained(0, self.model.parameters, trained_bytes=max(4, self._compute_bytes))
+            return WeightBytes(0, self.model.parameters, trained_bytes=max(4, self._compute_bytes))
         adapter = self.model.adapter_numbers(self.lora_rank)
-        return Trained(self.model.parameters, adapter, NUMBER_BYTES[self.dtype], max(4, self._compute_bytes))
+        return WeightBytes(self.model.parameters, adapter, NUMBER_BYTES[self.dtype], max(4, self._compute_bytes))
 
     @property
     def _compute_bytes(self) -> int:
@@ -64,7 +64,7 @@ class LanguageMemory:
 
     # Rollout: the cache, one step of decoding, or the prefill
 
-    def _rollout(self, job: Job) -> dict[str, int]:
+    def _rollout(self, job: StepSpec) -> dict[str, int]:
         """While prompts enter, or while all rows decode. Where not all have a seat at once, both come together."""
         rows = min(self.decode_rows, job.shape.rollouts_per_rank)
         prompts = job.prompts_in(rows) if self.shared else rows
@@ -99,7 +99,7 @@ class LanguageMemory:
 
     # Update: one pass
 
-    def tokens_in_pass(self, job: Job) -> int:
+    def tokens_in_pass(self, job: StepSpec) -> int:
         """Tokens that go through the network together; the last one of a completion predicts nothing."""
         rows = job.shape.rows_per_pass
         prompts = job.prompts_in(rows) if self.shared else rows
@@ -107,7 +107,7 @@ class LanguageMemory:
         longest_row = self.prompt_tokens + self.completion_tokens - 1
         return min(tokens, max(self.tokens_per_pass, longest_row)) if self.tokens_per_pass else tokens
 
-    def _moments(self, job: Job) -> list[dict[str, int]]:
+    def _moments(self, job: StepSpec) -> list[dict[str, int]]:
         """At the head on the way forward, at the head on the way back, inside a layer on the way back."""
         tokens, model = self.tokens_in_pass(job), self.model
         layer, wide = self._kept_by_layer(), max(4, self._compute_bytes)
@@ -164,9 +164,9 @@ class LanguageMemory:
 
     # What can be lowered, in the order of what it costs
 
-    def smaller(self) -> list[tuple[str, LanguageMemory, bool]]:
+    def smaller(self) -> list[tuple[str, ChatMemory, bool]]:
         """(what, how it would be, whether the result changes), each on top of the ones before."""
-        found: list[tuple[str, LanguageMemory, bool]] = []
+        found: list[tuple[str, ChatMemory, bool]] = []
         now = self
 
         def then(what: str, changes: bool, **fields: object) -> None:

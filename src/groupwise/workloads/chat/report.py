@@ -13,56 +13,102 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from groupwise.workloads.base import Report, ReportTable
-from groupwise.workloads.chat.config import ChatConfig, Sampling
+from groupwise.core.types import Rollouts
+from groupwise.data.rows import format_counts
+from groupwise.workloads.base import EvaluationReport, Reporter, ReportTable
+from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, SamplingParams
 from groupwise.workloads.chat.engine.sampler import Completion
-from groupwise.workloads.chat.evaluate import Exam, sit
+from groupwise.workloads.chat.evaluate import GradedSamples, sample_and_grade
 
 if TYPE_CHECKING:
-    from groupwise.workloads.chat.data import Prompts
+    from groupwise.workloads.chat.data import PromptSet
     from groupwise.workloads.chat.workload import ChatWorkload
 
 
 PICTURE = "eval.png"
 TRAINED, UNTRAINED = "trained", "untrained"
 _SHOWN = 6
-Figures = Mapping[str, Any]
+Metrics = Mapping[str, Any]
 
 
-def report(workload: ChatWorkload) -> Report | None:
+class ChatReporter(Reporter):
+    """What people see of a chat run."""
+
+    def __init__(self, workload: ChatWorkload):
+        self._workload = workload
+
+    def step_metrics(self, rollouts: Rollouts, advantages: Tensor) -> Mapping[str, Tensor]:
+        return completion_metrics(rollouts.data["completion"], advantages)
+
+    def step_warning(self, metrics: Mapping[str, float]) -> str | None:
+        return truncation_warning(metrics, self._workload.config, self._workload.sampling)
+
+    def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
+        said: list[Completion] = rollouts.data["completion"]
+        rows, prompts = rollouts.data["condition"].tolist(), self._workload.parts.training
+        answers = prompts.columns.get(self._workload.config.judge.answer_column)
+        return [
+            {
+                "prompt": self._workload.parts.tokenizer.decode(list(prompts.ids[row])),
+                "completion": text,
+                **({"answer": answers[row]} if answers else {}),
+                "tokens": len(completion),
+                "truncated": not completion.stopped,
+            }
+            for row, text, completion in zip(rows, self._workload.texts(said), said, strict=True)
+        ]
+
+    def preflight_notes(self) -> Sequence[str]:
+        why, stops = self._workload.parts.policy.why_plain, self._workload.parts.sampling.stop_ids
+        named = ", ".join(map(repr, self._workload.parts.tokenizer.convert_ids_to_tokens(list(stops))))
+        told = [f"a completion ends with {named}, or after {self._workload.parts.sampling.max_new_tokens} tokens"]
+        if self._workload.config.data.held_out == EMBEDDED != self._workload.config.data.train:
+            told.append(
+                "evaluation asks the embedded sums, not questions like yours: give data.held_out, or '' for none"
+            )
+        for name, prompts in (("training", self._workload.parts.training), ("held-out", self._workload.parts.held_out)):
+            if prompts is not None and prompts.dropped:
+                told.append(f"{name} rows dropped: {format_counts(prompts.dropped)}; {len(prompts)} are left")
+        return [*told, *([f"prompts are not shared within their group: {why}"] if why else [])]
+
+    def final_report(self) -> EvaluationReport | None:
+        return report(self._workload)
+
+
+def report(workload: ChatWorkload) -> EvaluationReport | None:
     """The trained policy, and the one before training, on the same questions with the same random numbers."""
     prompts, config = workload.parts.held_out, workload.config.eval
     if prompts is None:
         return None
-    exams = {TRAINED: (workload, sit(workload, prompts, samples=config.report_samples))}
-    greedy = {TRAINED: sit(workload, prompts, samples=1, greedy=True)}
+    exams = {TRAINED: (workload, sample_and_grade(workload, prompts, samples=config.report_samples))}
+    greedy = {TRAINED: sample_and_grade(workload, prompts, samples=1, greedy=True)}
     if config.baseline:
         before = untrained(workload)
         before.stage_rows, before.shrinkable = workload.stage_rows, workload.shrinkable
-        exams = {UNTRAINED: (before, sit(before, prompts, samples=config.report_samples)), **exams}
-        greedy[UNTRAINED] = sit(before, prompts, samples=1, greedy=True)
-    figures = {
+        exams = {UNTRAINED: (before, sample_and_grade(before, prompts, samples=config.report_samples)), **exams}
+        greedy[UNTRAINED] = sample_and_grade(before, prompts, samples=1, greedy=True)
+    metrics = {
         "questions": exams[TRAINED][1].questions,
         "samples": config.report_samples,
         "passes": f"{next(iter(workload.parts.functions))} >= {config.pass_from:g}",
-        "policies": {name: _figures(exam, greedy[name]) for name, (_, exam) in exams.items()},
-        "said": _said(workload, prompts, exams[TRAINED][1]),
+        "policies": {name: _metrics(exam, greedy[name]) for name, (_, exam) in exams.items()},
+        "said": _example_completions(workload, prompts, exams[TRAINED][1]),
     }
-    return Report({"report": figures}, tables(figures), {PICTURE: partial(draw, figures)})
+    return EvaluationReport({"report": metrics}, tables(metrics), {PICTURE: partial(draw, metrics)})
 
 
 def untrained(workload: ChatWorkload) -> ChatWorkload:
     """The same workload with the policy as it was loaded."""
     from dataclasses import replace
 
-    from groupwise.workloads.chat.build import first_policy
+    from groupwise.workloads.chat.build import base_policy
     from groupwise.workloads.chat.workload import ChatWorkload
 
-    policy = first_policy(workload.config, workload.parts.policy.device)
+    policy = base_policy(workload.config, workload.parts.policy.device)
     return ChatWorkload(replace(workload.parts, policy=policy), workload.config)
 
 
-def _figures(exam: Exam, greedy: Exam) -> dict[str, Any]:
+def _metrics(exam: GradedSamples, greedy: GradedSamples) -> dict[str, Any]:
     counts = exam.counts
     return {
         "greedy": greedy.passed.double().mean().item(),
@@ -77,7 +123,7 @@ def _figures(exam: Exam, greedy: Exam) -> dict[str, Any]:
     }
 
 
-def _said(workload: ChatWorkload, prompts: Prompts, exam: Exam) -> list[dict[str, Any]]:
+def _example_completions(workload: ChatWorkload, prompts: PromptSet, exam: GradedSamples) -> list[dict[str, Any]]:
     """The first completion of some questions."""
     firsts = [exam.completions[nth * exam.samples] for nth in range(min(_SHOWN, exam.questions))]
     return [
@@ -91,30 +137,30 @@ def _said(workload: ChatWorkload, prompts: Prompts, exam: Exam) -> list[dict[str
     ]
 
 
-def _asked(workload: ChatWorkload, prompts: Prompts, nth: int) -> str:
+def _asked(workload: ChatWorkload, prompts: PromptSet, nth: int) -> str:
     if prompts.is_dialogue:
         return " / ".join(str(message["content"]) for message in prompts.shown[nth])
     text: str = workload.parts.tokenizer.decode(list(prompts.ids[nth]))
     return text
 
 
-def tables(figures: Figures) -> list[ReportTable]:
-    return [_pass_table(figures), _length_table(figures), _said_table(figures)]
+def tables(metrics: Metrics) -> list[ReportTable]:
+    return [_pass_table(metrics), _length_table(metrics), _examples_table(metrics)]
 
 
-def _pass_table(figures: Figures) -> ReportTable:
-    policies = figures["policies"]
+def _pass_table(metrics: Metrics) -> ReportTable:
+    policies = metrics["policies"]
     ks = list(policies[TRAINED]["pass_at"])
     rows = [
         [name, f"{each['greedy']:.1%}", *(_with_error(each["pass_at"][k]) for k in ks)]
         for name, each in policies.items()
     ]
     return ReportTable(
-        f"pass@k on {figures['questions']} held-out questions",
+        f"pass@k on {metrics['questions']} held-out questions",
         ["policy", "greedy", *(f"pass@{k}" for k in ks)],
         rows,
-        f"Unbiased, from {figures['samples']} samples a question; ± is one standard error over questions. A completion"
-        f" passes with {figures['passes']}.",
+        f"Unbiased, from {metrics['samples']} samples a question; ± is one standard error over questions. A completion"
+        f" passes with {metrics['passes']}.",
     )
 
 
@@ -122,7 +168,7 @@ def _with_error(entry: Mapping[str, float]) -> str:
     return f"{entry['mean']:.1%} ±{100 * entry['error']:.1f}"
 
 
-def _length_table(figures: Figures) -> ReportTable:
+def _length_table(metrics: Metrics) -> ReportTable:
     rows = [
         [
             name,
@@ -132,9 +178,9 @@ def _length_table(figures: Figures) -> ReportTable:
             _tokens(each["tokens_failed"]),
             f"{each['truncated_share']:.1%}",
         ]
-        for name, each in figures["policies"].items()
+        for name, each in metrics["policies"].items()
     ]
-    terms = list(figures["policies"][TRAINED]["rewards"])
+    terms = list(metrics["policies"][TRAINED]["rewards"])
     return ReportTable("Rewards and tokens", ["policy", *terms, "tokens", "passed", "failed", "truncated"], rows)
 
 
@@ -142,15 +188,15 @@ def _tokens(mean: float) -> str:
     return "none" if isnan(mean) else f"{mean:.1f}"
 
 
-def _said_table(figures: Figures) -> ReportTable:
+def _examples_table(metrics: Metrics) -> ReportTable:
     rows = [
         [said["prompt"], said["completion"].strip(), "yes" if said["passed"] else "no", f"{said['passed_share']:.0%}"]
-        for said in figures["said"]
+        for said in metrics["said"]
     ]
     return ReportTable("First samples of the trained policy", ["prompt", "completion", "passed", "of all"], rows)
 
 
-def draw(figures: Figures, path: Path) -> None:
+def draw(metrics: Metrics, path: Path) -> None:
     """pass@k by k, and how many questions passed how often."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -158,31 +204,31 @@ def draw(figures: Figures, path: Path) -> None:
     figure = Figure(figsize=(10.5, 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    colours = {UNTRAINED: "#223355", TRAINED: "#cc3311"}
-    for nth, (name, each) in enumerate(figures["policies"].items()):
+    colors = {UNTRAINED: "#223355", TRAINED: "#cc3311"}
+    for nth, (name, each) in enumerate(metrics["policies"].items()):
         ks = [int(k) for k in each["pass_at"]]
         means = [100 * entry["mean"] for entry in each["pass_at"].values()]
         errors = [100 * entry["error"] for entry in each["pass_at"].values()]
-        left.errorbar(ks, means, errors, color=colours[name], marker="o", capsize=3, label=name)
+        left.errorbar(ks, means, errors, color=colors[name], marker="o", capsize=3, label=name)
         counts = each["questions_by_passed"]
         places = [number + 0.4 * (nth - 0.5) for number in range(len(counts))]
-        right.bar(places, counts, width=0.4, color=colours[name], label=name)
+        right.bar(places, counts, width=0.4, color=colors[name], label=name)
     left.set_xscale("log", base=2)
     left.set_xticks(ks, [str(k) for k in ks])
     left.set(xlabel="k", ylabel="pass@k, % (± one standard error)", title="At least one of k passes")
-    right.set_xticks(range(0, figures["samples"] + 1, max(1, figures["samples"] // 8)))
-    right.set(xlabel=f"samples that passed, of {figures['samples']}", ylabel="questions", title="How sure it is")
+    right.set_xticks(range(0, metrics["samples"] + 1, max(1, metrics["samples"] // 8)))
+    right.set(xlabel=f"samples that passed, of {metrics['samples']}", ylabel="questions", title="How sure it is")
     for axes in (left, right):
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{figures['questions']} held-out questions", fontweight="bold")
+    figure.suptitle(f"{metrics['questions']} held-out questions", fontweight="bold")
     figure.savefig(path)
 
 
-TRUNCATED = "truncated_share"
+TRUNCATED_FRACTION = "truncated_share"
 
 
-def measures_of(completions: Sequence[Completion], advantages: Tensor) -> dict[str, Tensor]:
+def completion_metrics(completions: Sequence[Completion], advantages: Tensor) -> dict[str, Tensor]:
     """One number a row; NaN where a row has no part in a figure."""
     tokens = torch.tensor([float(len(completion)) for completion in completions])
     stopped = torch.tensor([completion.stopped for completion in completions])
@@ -192,15 +238,15 @@ def measures_of(completions: Sequence[Completion], advantages: Tensor) -> dict[s
         "tokens_better": tokens.masked_fill(advantages <= 0, torch.nan),
         "tokens_worse": tokens.masked_fill(advantages >= 0, torch.nan),
         "tokens_stopped": tokens.masked_fill(~stopped, torch.nan),
-        TRUNCATED: (~stopped).double(),
+        TRUNCATED_FRACTION: (~stopped).double(),
         "entropy_sampled": entropies,
     }
 
 
-def alarm_of(figures: Mapping[str, float], config: ChatConfig, sampling: Sampling) -> str | None:
+def truncation_warning(metrics: Mapping[str, float], config: ChatConfig, sampling: SamplingParams) -> str | None:
     """A sentence when nearly all completions were cut off, so that rewards say little about them."""
-    share = figures[TRUNCATED]
-    if share < config.truncation_alarm:
+    share = metrics[TRUNCATED_FRACTION]
+    if share < config.truncation_warning_at:
         return None
     return (
         f"{share:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a"

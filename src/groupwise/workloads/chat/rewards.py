@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
-from groupwise.data.rows import BadRowError, Row
+from groupwise.data.rows import BadRowError, Record
 from groupwise.rewards.call import RewardFunction
-from groupwise.rewards.time_limit import limited
+from groupwise.rewards.time_limit import with_time_limit
 from groupwise.workloads.chat.config import JudgeConfig
 
 _LONGEST_NUMBER = 1000
@@ -27,7 +27,7 @@ _TWO_NUMBERS = re.compile(r"\d\s+[-+]?\.?\d")
 _DECORATION = re.compile(r"\\[,;! $%]|[\s$]|\\left|\\right|\{,\}(?=\d{3})")
 
 
-def given_number(text: str) -> Fraction | None:
+def answer_in_completion(text: str) -> Fraction | None:
     """The answer of a completion: after the last ####, else in the last \\boxed{}; None where there is neither.
 
     Exactly: 0.5, 1/2 and \\frac{1}{2} are one number, 1,000 and 1000 too.
@@ -36,13 +36,13 @@ def given_number(text: str) -> Fraction | None:
     if marked:
         return _leading_number(marked[-1])
     boxed = last_boxed(text)
-    return None if boxed is None else as_number(boxed)
+    return None if boxed is None else parse_number(boxed)
 
 
-def right_number(text: str) -> Fraction | None:
+def answer_in_dataset(text: str) -> Fraction | None:
     """The answer of a dataset's column: in the same forms, or the number alone."""
-    found = given_number(text)
-    return as_number(text) if found is None else found
+    found = answer_in_completion(text)
+    return parse_number(text) if found is None else found
 
 
 def last_boxed(text: str) -> str | None:
@@ -56,7 +56,7 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def as_number(text: str) -> Fraction | None:
+def parse_number(text: str) -> Fraction | None:
     """A text that is a number and nothing else: 12, -3.50, 1,234, $5, 20%, 3/4, \\frac{3}{4}."""
     plain = _DECORATION.sub("", text).rstrip("%").rstrip(".")
     if len(plain) > _LONGEST_NUMBER or _TWO_NUMBERS.search(text):  # digits repeated without end; '5 6' is not 56
@@ -74,12 +74,12 @@ def _leading_number(text: str) -> Fraction | None:
 
     Two numbers side by side ('5 6', '3 1/2') are no answer: which of them is meant is anybody's guess.
     """
-    whole = as_number(text)
+    whole = parse_number(text)
     if whole is not None:
         return whole
     bare = text.strip().lstrip("$").strip()
     found = _NUMBER.match(bare)
-    return as_number(found[0]) if found and not _TWO_NUMBERS.match(bare, found.end() - 1) else None
+    return parse_number(found[0]) if found and not _TWO_NUMBERS.match(bare, found.end() - 1) else None
 
 
 Texts = Sequence[Any]
@@ -101,7 +101,7 @@ def reward_functions(config: JudgeConfig, *, max_new_tokens: int) -> dict[str, R
             raise UserError(
                 f"judge.functions names two rewards '{name}': each is logged by its name. Name one of them otherwise."
             )
-        found[name] = limited(makers[spec]() if spec in makers else own_function(spec, makers), config.seconds)
+        found[name] = with_time_limit(makers[spec]() if spec in makers else own_function(spec, makers), config.seconds)
     return found
 
 
@@ -110,9 +110,9 @@ def required_columns(config: JudgeConfig) -> tuple[str, ...]:
     return (config.answer_column,) if set(config.functions) & set(_WITH_ANSWER) else ()
 
 
-def check_answer(row: Row, config: JudgeConfig) -> None:
+def check_answer(row: Record, config: JudgeConfig) -> None:
     """Refuse a row whose right answer no completion could ever match."""
-    if "numeric" in config.functions and right_number(str(row[config.answer_column])) is None:
+    if "numeric" in config.functions and answer_in_dataset(str(row[config.answer_column])) is None:
         raise BadRowError(
             "without a number",
             f"column '{config.answer_column}' is {str(row[config.answer_column])[-60:]!r}, in which the reward"
@@ -142,7 +142,7 @@ def own_function(spec: str, known: Mapping[str, Any]) -> RewardFunction:
     return function
 
 
-def text_of(completion: Any) -> str:
+def completion_text(completion: Any) -> str:
     """What was said, whether the completion is a text or a list of messages."""
     if isinstance(completion, str):
         return completion
@@ -151,8 +151,11 @@ def text_of(completion: Any) -> str:
 
 def _numeric(column: str) -> RewardFunction:
     def numeric(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
-        right = [right_number(str(answer)) for answer in columns[column]]
-        return [float(given_number(text_of(said)) == number) for said, number in zip(completions, right, strict=True)]
+        right = [answer_in_dataset(str(answer)) for answer in columns[column]]
+        return [
+            float(answer_in_completion(completion_text(said)) == number)
+            for said, number in zip(completions, right, strict=True)
+        ]
 
     return numeric
 
@@ -160,7 +163,9 @@ def _numeric(column: str) -> RewardFunction:
 def _exact(column: str) -> RewardFunction:
     def exact(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
         answers = (str(answer).strip() for answer in columns[column])
-        return [float(text_of(said).strip() == answer) for said, answer in zip(completions, answers, strict=True)]
+        return [
+            float(completion_text(said).strip() == answer) for said, answer in zip(completions, answers, strict=True)
+        ]
 
     return exact
 
@@ -176,7 +181,7 @@ def _regex(pattern: str) -> RewardFunction:
         )
 
     def found(prompts: Texts, completions: Texts, **columns: Any) -> list[float]:
-        return [float(compiled.search(text_of(said)) is not None) for said in completions]
+        return [float(compiled.search(completion_text(said)) is not None) for said in completions]
 
     return found
 

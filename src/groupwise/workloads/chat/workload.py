@@ -11,75 +11,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.core.errors import UserError
-from groupwise.core.placement import Rows
-from groupwise.core.types import Rollouts, Scored, Terms
-from groupwise.data.rows import counted
-from groupwise.rewards.call import RewardFunction, judge
-from groupwise.workloads.base import Report, Workload
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, Sampling
-from groupwise.workloads.chat.data import Prompts
+from groupwise.core.placement import RolloutRows
+from groupwise.core.types import RewardTerms, Rollouts, Scores
+from groupwise.rewards.call import RewardFunction, call_rewards
+from groupwise.workloads.base import Workload
+from groupwise.workloads.chat.config import ChatConfig, SamplingParams
+from groupwise.workloads.chat.data import PromptSet
 from groupwise.workloads.chat.engine.generate import generate
-from groupwise.workloads.chat.engine.policy import Policy
-from groupwise.workloads.chat.engine.sampler import Completion, padded, token_mask
-from groupwise.workloads.chat.engine.score import cut_into_passes, score
-from groupwise.workloads.chat.report import alarm_of, measures_of
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
+from groupwise.workloads.chat.engine.sampler import Completion, completion_mask, pad_rows
+from groupwise.workloads.chat.engine.score import score, split_into_passes
 
 
 @dataclass(frozen=True)
-class ChatParts:
+class ChatComponents:
     """What a chat workload is made of."""
 
-    policy: Policy
+    policy: LanguageModelPolicy
     tokenizer: Any
-    training: Prompts
-    held_out: Prompts | None
+    training: PromptSet
+    held_out: PromptSet | None
     functions: Mapping[str, RewardFunction]
-    sampling: Sampling
+    sampling: SamplingParams
     """With the stop tokens of the model and its tokenizer."""
 
 
 class ChatWorkload(Workload):
     """Questions, group_size answers to each, a reward, an update."""
 
-    def __init__(self, parts: ChatParts, config: ChatConfig):
+    def __init__(self, parts: ChatComponents, config: ChatConfig):
+        from groupwise.workloads.chat.report import ChatReporter
+
+        self.reporter = ChatReporter(self)
         self.parts, self.config = parts, config
         self.policy = parts.policy
-        self.conditions = len(parts.training)
+        self.num_conditions = len(parts.training)
         self.stage_rows = {"rollout": config.decode_rows, "evaluation": config.decode_rows}
         self.shrinkable = {"max_new_tokens": parts.sampling.max_new_tokens}
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         """As set, unless completions had to become shorter."""
         return replace(self.parts.sampling, max_new_tokens=self.shrinkable["max_new_tokens"])
 
-    def rollout(self, rows: Rows) -> Rollouts:
+    def rollout(self, rows: RolloutRows) -> Rollouts:
         return self.complete(self.parts.training, rows, self.sampling, decode_rows=self.stage_rows["rollout"])
 
-    def complete(self, prompts: Prompts, rows: Rows, sampling: Sampling, *, decode_rows: int) -> Rollouts:
+    def complete(
+        self, prompts: PromptSet, rows: RolloutRows, sampling: SamplingParams, *, decode_rows: int
+    ) -> Rollouts:
         """One completion a row, of training prompts or of others."""
-        asked, of_row = _only_used(prompts, rows.condition)
+        asked, of_row = _unique_prompts(prompts, rows.condition)
         said = generate(self.parts.policy, asked, of_row, rows, sampling, decode_rows=decode_rows)
-        mask = token_mask(said)
+        mask = completion_mask(said)
         if self.config.mask_truncated:
             mask &= torch.tensor([completion.stopped for completion in said])[:, None]
         return Rollouts(
             group_ids=prompts.group_ids[rows.condition],
-            logp=padded([completion.logps for completion in said]),
+            logp=pad_rows([completion.logps for completion in said]),
             mask=mask,
             data={"condition": rows.condition, "completion": said},
         )
 
-    def rewards(self, rollouts: Rollouts) -> Terms:
+    def rewards(self, rollouts: Rollouts) -> RewardTerms:
         return self.judged(self.parts.training, rollouts)
 
-    def judged(self, prompts: Prompts, rollouts: Rollouts) -> Terms:
+    def judged(self, prompts: PromptSet, rollouts: Rollouts) -> RewardTerms:
         """All reward functions on all rows, with the columns of their prompts."""
         rows = rollouts.data["condition"].tolist()
         said: list[Completion] = rollouts.data["completion"]
         texts = self.texts(said)
-        return judge(
+        return call_rewards(
             self.parts.functions,
             [prompts.shown[row] for row in rows],
             [[{"role": "assistant", "content": text}] for text in texts] if prompts.is_dialogue else texts,
@@ -93,8 +95,8 @@ class ChatWorkload(Workload):
         found: list[str] = self.parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
         return found
 
-    def score(self, rollouts: Rollouts) -> Scored:
-        asked, of_row = _only_used(self.parts.training, rollouts.data["condition"])
+    def score(self, rollouts: Rollouts) -> Scores:
+        asked, of_row = _unique_prompts(self.parts.training, rollouts.data["condition"])
         return score(
             self.parts.policy,
             asked,
@@ -108,7 +110,7 @@ class ChatWorkload(Workload):
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
         """Members of a group together, so that their prompt is computed once; cut by rows and by tokens."""
         of_row = rollouts.data["condition"].tolist()
-        return cut_into_passes(
+        return split_into_passes(
             of_row,
             [len(self.parts.training.ids[row]) for row in of_row],
             [len(completion) for completion in rollouts.data["completion"]],
@@ -116,61 +118,19 @@ class ChatWorkload(Workload):
             tokens_per_pass=self.config.tokens_per_pass,
         )
 
-    def measures(self, rollouts: Rollouts, advantages: Tensor) -> Mapping[str, Tensor]:
-        return measures_of(rollouts.data["completion"], advantages)
-
-    def alarm(self, figures: Mapping[str, float]) -> str | None:
-        told = alarm_of(figures, self.config, self.sampling)
-        if told and self.config.when_all_truncated == "stop":
-            raise UserError(told)
-        return told
-
     def evaluate(self) -> Mapping[str, float]:
-        from groupwise.workloads.chat.evaluate import quick_figures
+        from groupwise.workloads.chat.evaluate import evaluation_metrics
 
-        return quick_figures(self)
+        return evaluation_metrics(self)
 
-    def report(self) -> Report | None:
-        from groupwise.workloads.chat.report import report
-
-        return report(self)
-
-    def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
-        said: list[Completion] = rollouts.data["completion"]
-        rows, prompts = rollouts.data["condition"].tolist(), self.parts.training
-        answers = prompts.columns.get(self.config.judge.answer_column)
-        return [
-            {
-                "prompt": self.parts.tokenizer.decode(list(prompts.ids[row])),
-                "completion": text,
-                **({"answer": answers[row]} if answers else {}),
-                "tokens": len(completion),
-                "truncated": not completion.stopped,
-            }
-            for row, text, completion in zip(rows, self.texts(said), said, strict=True)
-        ]
-
-    def files(self) -> Mapping[str, bytes]:
+    def checkpoint_files(self) -> Mapping[str, bytes]:
         """By number, a condition is a question: weights that were trained on others are not continued by mistake."""
         content = blake2b(self.parts.training.group_ids.numpy().tobytes(), digest_size=16)
-        told = {"questions": self.conditions, "content": content.hexdigest()}
+        told = {"questions": self.num_conditions, "content": content.hexdigest()}
         return {"questions.json": json.dumps(told).encode()}
 
-    def notes(self) -> Sequence[str]:
-        why, stops = self.parts.policy.why_plain, self.parts.sampling.stop_ids
-        named = ", ".join(map(repr, self.parts.tokenizer.convert_ids_to_tokens(list(stops))))
-        told = [f"a completion ends with {named}, or after {self.parts.sampling.max_new_tokens} tokens"]
-        if self.config.data.held_out == EMBEDDED != self.config.data.train:
-            told.append(
-                "evaluation asks the embedded sums, not questions like yours: give data.held_out, or '' for none"
-            )
-        for name, prompts in (("training", self.parts.training), ("held-out", self.parts.held_out)):
-            if prompts is not None and prompts.dropped:
-                told.append(f"{name} rows dropped: {counted(prompts.dropped)}; {len(prompts)} are left")
-        return [*told, *([f"prompts are not shared within their group: {why}"] if why else [])]
 
-
-def _only_used(prompts: Prompts, conditions: Tensor) -> tuple[list[tuple[int, ...]], list[int]]:
+def _unique_prompts(prompts: PromptSet, conditions: Tensor) -> tuple[list[tuple[int, ...]], list[int]]:
     """The prompts that some rows complete, and which of them each row does."""
     used, of_row = conditions.unique(return_inverse=True)
     return [prompts.ids[nth] for nth in used.tolist()], of_row.tolist()

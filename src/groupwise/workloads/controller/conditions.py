@@ -11,12 +11,12 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
-from groupwise.workloads.controller.config import Budget, BudgetConfig, refusal
-from groupwise.workloads.controller.latency.estimates import Costs, LatencyEstimator, costs
+from groupwise.workloads.controller.config import Budget, BudgetConfig, infeasible_budget_error
+from groupwise.workloads.controller.latency.estimates import KnobLatencyModel, LatencyTables, latency_tables
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
 
-Rows = Int64[Tensor, " rows"]
+ConditionIndices = Int64[Tensor, " rows"]
 Tables = Float[Tensor, "rows tiers positions top_ks blocks"]
 
 
@@ -40,18 +40,18 @@ class Conditions:
     def __len__(self) -> int:
         return len(self.budget_ms)
 
-    def question_of(self, rows: Rows) -> list[Question]:
+    def question_of(self, rows: ConditionIndices) -> list[Question]:
         return [self.questions[row // len(self.config.values)] for row in rows.tolist()]
 
     def budget_of(self, row: int) -> Budget:
         return self.config.budgets[row % len(self.config.values)]
 
-    def estimates(self, rows: Rows) -> tuple[Tables, Tables]:
+    def estimates(self, rows: ConditionIndices) -> tuple[Tables, Tables]:
         """Medians and high quantiles of every configuration."""
         tables = self.table[rows // len(self.config.values)]
         return self.median_ms[tables], self.high_ms[tables]
 
-    def fits(self, rows: Rows) -> Bool[Tensor, "rows tiers positions top_ks blocks"]:
+    def fits(self, rows: ConditionIndices) -> Bool[Tensor, "rows tiers positions top_ks blocks"]:
         """What may be chosen. With the penalty that is everything; where nothing fits, the cheapest alone."""
         promised_ms = self.promised_ms(rows)
         limit_ms = self.budget_ms[rows] if self.config.guaranteed else torch.full((len(rows),), torch.inf)
@@ -60,63 +60,68 @@ class Conditions:
         cheapest = torch.zeros_like(flat, dtype=torch.bool).scatter(1, flat.argmin(1, keepdim=True), True)
         return torch.where(self.impossible[rows].view(-1, 1, 1, 1, 1), cheapest.view_as(fitting), fitting)
 
-    def promised_ms(self, rows: Rows) -> Tables:
+    def promised_ms(self, rows: ConditionIndices) -> Tables:
         """What is held against the budget: the high quantile where it is guaranteed, else the median."""
         medians, highs = self.estimates(rows)
         return highs if self.config.guaranteed else medians
 
-    def over_budget(self, rows: Rows, choices: Int64[Tensor, "rows 4"]) -> Bool[Tensor, " rows"]:
+    def over_budget(self, rows: ConditionIndices, choices: Int64[Tensor, "rows 4"]) -> Bool[Tensor, " rows"]:
         """Whether what was chosen is estimated not to fit."""
-        return at(self.promised_ms(rows), choices) > self.budget_ms[rows]
+        return value_of_choices(self.promised_ms(rows), choices) > self.budget_ms[rows]
 
     def refusal(self, row: int, **remedy: str) -> UserError:
         """Why the budget of a condition that nothing fits cannot be kept."""
         rows, budget, budget_ms = torch.tensor([row]), self.budget_of(row), float(self.budget_ms[row])
         (promised_ms,) = self.promised_ms(rows)
         told = replace(budget, value=budget_ms) if budget.unit == "ms" else budget
-        return refusal(told, budget_ms, float(promised_ms.min()), full_of(promised_ms).item(), **remedy)
+        return infeasible_budget_error(
+            told, budget_ms, float(promised_ms.min()), full_configuration(promised_ms).item(), **remedy
+        )
 
 
-def at(tables: Tables, choices: Int64[Tensor, "rows 4"]) -> Float[Tensor, " rows"]:
+def value_of_choices(tables: Tables, choices: Int64[Tensor, "rows 4"]) -> Float[Tensor, " rows"]:
     """Each row's entry for what it chose."""
     return tables[(torch.arange(len(tables)), *choices.unbind(1))]
 
 
-def full_of(tables: Float[Tensor, "*tables tiers positions top_ks blocks"]) -> Float[Tensor, "*tables"]:
+def full_configuration(tables: Float[Tensor, "*tables tiers positions top_ks blocks"]) -> Float[Tensor, "*tables"]:
     """The full configuration's entry."""
     return tables[..., -1, 0, -1, -1]
 
 
-def _cheapest_of(tables: Tables) -> Float[Tensor, " rows"]:
+def _cheapest(tables: Tables) -> Float[Tensor, " rows"]:
     return tables.flatten(1).amin(1)
 
 
-def shares_of(promised_ms: Tables, budget_ms: Float[Tensor, "rows budgets"]) -> Float[Tensor, "rows budgets"]:
+def relative_budgets(promised_ms: Tables, budget_ms: Float[Tensor, "rows budgets"]) -> Float[Tensor, "rows budgets"]:
     """Where each row's budgets lie between its cheapest configuration (0) and its full one (1)."""
-    full_ms, cheapest_ms = full_of(promised_ms)[:, None], _cheapest_of(promised_ms)[:, None]
+    full_ms, cheapest_ms = full_configuration(promised_ms)[:, None], _cheapest(promised_ms)[:, None]
     return ((budget_ms - cheapest_ms) / (full_ms - cheapest_ms).clamp(min=1e-9)).clamp(0, 1)
 
 
 def make_conditions(
-    questions: Sequence[Question], estimator: LatencyEstimator, options: KnobOptions, config: BudgetConfig
+    questions: Sequence[Question], estimator: KnobLatencyModel, options: KnobOptions, config: BudgetConfig
 ) -> Conditions:
     """Estimate every configuration of every question; refuse a budget that nothing fits, unless asked not to."""
     lengths = [tuple(question.prompt_tokens[tier] for tier in options.crops) for question in questions]
     distinct = {length: number for number, length in enumerate(dict.fromkeys(lengths))}
-    found = [costs(estimator, options, dict(zip(options.crops, each, strict=True)), config.span) for each in distinct]
+    found = [
+        latency_tables(estimator, options, dict(zip(options.crops, each, strict=True)), config.span)
+        for each in distinct
+    ]
     table = torch.tensor([distinct[length] for length in lengths])
-    full_ms = [full_of(each.promised_ms(guaranteed=config.guaranteed)).item() for each in found]
+    full_ms = [full_configuration(each.promised_ms(guaranteed=config.guaranteed)).item() for each in found]
     budget_ms = torch.stack([_in_ms(config, full_ms[nth]) for nth in table.tolist()])
-    made = conditions_of(questions, config, found, table, budget_ms)
+    made = build_conditions(questions, config, found, table, budget_ms)
     if made.impossible.any() and config.on_impossible == "refuse":
         raise made.refusal(int(made.impossible.nonzero()[0]))
     return made
 
 
-def conditions_of(
+def build_conditions(
     questions: Sequence[Question],
     config: BudgetConfig,
-    found: Sequence[Costs],
+    found: Sequence[LatencyTables],
     table: Int64[Tensor, " questions"],
     budget_ms: Float[Tensor, "questions budgets"],
 ) -> Conditions:
@@ -135,8 +140,8 @@ def conditions_of(
         medians,
         highs,
         budget_ms.flatten(),
-        shares_of(promised[table], budget_ms).flatten(),
-        (_cheapest_of(promised)[table, None] > budget_ms).flatten(),
+        relative_budgets(promised[table], budget_ms).flatten(),
+        (_cheapest(promised)[table, None] > budget_ms).flatten(),
         torch.tensor(ids),
     )
 

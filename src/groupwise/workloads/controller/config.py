@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Unit = Literal["fraction", "ms"]
-Span = Literal["answer", "first_token"]
+BudgetScope = Literal["answer", "first_token"]
 LARGEST_FRACTION = 4.0
 
 
@@ -31,7 +31,7 @@ class Budget:
     unit: Unit = "ms"
     """`ms`, or `fraction` of what the full configuration is estimated to take on the same question: of its high
     quantile where the budget is guaranteed, of its median where missing it only costs. So everything fits at 1."""
-    span: Span = "answer"
+    span: BudgetScope = "answer"
     """What is timed: the whole answer, or vision and prefill up to the first token."""
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Budget:
         return f"{self.value:g} {what}{' to the first token' if self.span == 'first_token' else ''}"
 
 
-def refusal(
+def infeasible_budget_error(
     budget: Budget, budget_ms: float, cheapest_ms: float, full_ms: float, *, how: str = "on_impossible 'cheapest'"
 ) -> UserError:
     """Why a budget that no configuration fits is refused, and what would do."""
@@ -74,7 +74,7 @@ class BudgetConfig:
     unit: Unit = "fraction"
     """Of the values: `ms`, or `fraction` of what the full configuration is estimated to take on the same question (its
     high quantile with `guarantee`, its median with `penalty`): at 1 everything fits."""
-    span: Span = "answer"
+    span: BudgetScope = "answer"
     """What the budget is for: the whole answer, or the time to the first token."""
     respect: Literal["guarantee", "penalty"] = "guarantee"
     """`guarantee`: what the estimator's high quantile says will not fit cannot be chosen. `penalty`: everything can be
@@ -97,12 +97,12 @@ class BudgetConfig:
         return tuple(Budget(float(value), self.unit, self.span) for value in self.values)
 
 
-FEWEST_FOR_A_QUANTILE = 40
+MIN_ANSWERS_FOR_QUANTILE = 40
 """Answers that an estimator must have seen to tell how far they stray."""
 
 
 @dataclass(frozen=True)
-class EvalConfig:
+class ControllerEvalConfig:
     """The final evaluation, `groupwise eval`."""
 
     tolerance: float = 0.05
@@ -125,8 +125,10 @@ class EvalConfig:
         least = {"timed_answers": 1, "timed_answers_of_others": 1, "runs_of_singles": 1, "imitation_steps": 0}
         for name, number in least.items():
             require(getattr(self, name) >= number, f"workload.eval.{name}", getattr(self, name), f"at least {number}")
-        answers, rule = self.recalibration_answers, f"0, or at least {FEWEST_FOR_A_QUANTILE}"
-        require(answers == 0 or answers >= FEWEST_FOR_A_QUANTILE, "workload.eval.recalibration_answers", answers, rule)
+        answers, rule = self.recalibration_answers, f"0, or at least {MIN_ANSWERS_FOR_QUANTILE}"
+        require(
+            answers == 0 or answers >= MIN_ANSWERS_FOR_QUANTILE, "workload.eval.recalibration_answers", answers, rule
+        )
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ class ControllerConfig(WorkloadConfig):
     """Decides the controller's first weights."""
     eval_rows_per_pass: int = 64
     """Held-out conditions that are answered together. A memory knob."""
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    eval: ControllerEvalConfig = field(default_factory=ControllerEvalConfig)
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")

@@ -10,14 +10,14 @@ from typing import Any
 
 from groupwise.core.errors import UserError
 from groupwise.memory.architecture import Architecture, architecture
-from groupwise.memory.stages import Job, Stages, Trained, fullest, without_nothing
+from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, drop_zero, peak_of_update
 
 ENCODED, FIRST, SECOND, FREQUENCIES = 256, 256, 128, 16
 """Widths of the controller's network."""
 
 
 @dataclass(frozen=True)
-class Vision:
+class VisionTower:
     """A vision tower that sees crops of one size, and a projector of two layers."""
 
     width: int
@@ -39,11 +39,11 @@ class Vision:
 
 
 @dataclass(frozen=True)
-class FrozenMemory:
+class ControllerMemory:
     """A frozen model whose answers are computed while a small policy learns its knobs."""
 
     text: Architecture
-    vision: Vision
+    vision: VisionTower
     crops: Mapping[str, int]
     """Crops of every tier, the overview among them."""
     positions: int
@@ -67,21 +67,21 @@ class FrozenMemory:
         second = (self.text.width + 1) * SECOND + (ENCODED + 1) * SECOND + positions * SECOND + (SECOND + 1) * SECOND
         return encoder + first + second + heads
 
-    def stages(self, job: Job) -> Stages:
-        policy = Trained(0, self.policy_numbers)
+    def stages(self, job: StepSpec) -> StageBytes:
+        policy = WeightBytes(0, self.policy_numbers)
         held = policy.parts(job)
         frozen = (self.text.parameters + self.vision.parameters) * self.number_bytes
         held = {"frozen model": frozen} | held
-        rollout = {name: held[name] for name in ("frozen model", "weights", "optimiser", "averaged weights")}
+        rollout = {name: held[name] for name in ("frozen model", "weights", "optimizer", "averaged weights")}
         rows = job.shape.rows_per_pass
         shared = job.prompts_in(rows) * (4 * ENCODED + 6 * FIRST + self.text.width)
         learned = {"activations": (shared + rows * (6 * SECOND + self.text.width)) * 4}
         if job.shape.passes > 1:  # of one layer, before it is added to those of earlier passes
             learned["gradient of a layer"] = FIRST * max(2 * FIRST, self.text.width) * 4
-        update = fullest(held, [learned], policy.in_step(job), one_pass=job.shape.passes == 1)
-        return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
+        update = peak_of_update(held, [learned], policy.in_step(job), one_pass=job.shape.passes == 1)
+        return StageBytes(drop_zero({**rollout, **self._rollout(job)}), drop_zero(update))
 
-    def _rollout(self, job: Job) -> dict[str, int]:
+    def _rollout(self, job: StepSpec) -> dict[str, int]:
         """Every question of a pass is new, all rows look as finely as they can, and no two go on alike from their
         insertion positions, which are spread evenly: nothing is remembered or shared beyond the prefix.
         """
@@ -122,8 +122,8 @@ class FrozenMemory:
         taken = fewer[: max(1, round(members))] or [self.text.top_k]
         return sum(taken) / len(taken)
 
-    def smaller(self) -> list[tuple[str, FrozenMemory, bool]]:
-        found: list[tuple[str, FrozenMemory, bool]] = []
+    def smaller(self) -> list[tuple[str, ControllerMemory, bool]]:
+        found: list[tuple[str, ControllerMemory, bool]] = []
         now = self
         if now.number_bytes > 2:
             now = replace(now, number_bytes=2)
@@ -141,7 +141,7 @@ def _heads(tiers: int, positions: int, top_ks: int, totals: int) -> list[tuple[i
     return [(wide, count) for wide, count in every if count > 1]
 
 
-def read_frozen(folder: Path) -> tuple[Architecture, Vision]:
+def read_frozen(folder: Path) -> tuple[Architecture, VisionTower]:
     """Text and vision of a LLaVA model by its config.json."""
     file = folder / "config.json"
     try:
@@ -157,9 +157,9 @@ def read_frozen(folder: Path) -> tuple[Architecture, Vision]:
     return text, vision_of(content["vision_config"], text.width)
 
 
-def vision_of(content: Mapping[str, Any], text_width: int) -> Vision:
+def vision_of(content: Mapping[str, Any], text_width: int) -> VisionTower:
     patch, side = int(content["patch_size"]), int(content["image_size"])
-    return Vision(
+    return VisionTower(
         width=int(content["hidden_size"]),
         layers=int(content["num_hidden_layers"]),
         inner=int(content["intermediate_size"]),

@@ -26,13 +26,13 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.rewards.call import RewardFunction
-from groupwise.workloads.controller.latency.estimates import Table
+from groupwise.workloads.controller.latency.estimates import KnobTable
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 _ARTICLES = {"a", "an", "the"}
 _NUMBERS = ["none", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 _DIGITS = {word: str(max(0, nth - 1)) for nth, word in enumerate(_NUMBERS)}
-FEWEST_ANNOTATORS = 3
+MIN_ANNOTATORS = 3
 
 
 def exact(
@@ -55,7 +55,7 @@ def vqa(prompts: Sequence[Any], completions: Sequence[str], answers: Sequence[Se
 
 
 def _soft_match(said: str, right: Sequence[str]) -> float:
-    matching = [plain(answer) == plain(said) for answer in right]
+    matching = [normalize_answer(answer) == normalize_answer(said) for answer in right]
     count = sum(matching)
     if len(right) != 10:
         return min(1.0, count / 3)
@@ -65,14 +65,14 @@ def _soft_match(said: str, right: Sequence[str]) -> float:
 def check_annotators(name: str, answers: Sequence[Sequence[str]]) -> None:
     """Refuse a soft match where too few annotators answered: nobody could be right."""
     fewest = min(len(right) for right in answers)
-    if name == "vqa" and fewest < FEWEST_ANNOTATORS:
+    if name == "vqa" and fewest < MIN_ANNOTATORS:
         raise UserError(
             f"workload.accuracy is 'vqa', but a question has {fewest} right answers: its score, matching annotators"
-            f" / 3, needs at least {FEWEST_ANNOTATORS} annotators. Use accuracy 'exact' for single answers."
+            f" / 3, needs at least {MIN_ANNOTATORS} annotators. Use accuracy 'exact' for single answers."
         )
 
 
-def plain(text: str) -> str:
+def normalize_answer(text: str) -> str:
     """Lower case, without punctuation and articles, small numbers as digits: the core of the official clean-up."""
     without_stops = re.sub(r"(?<!\d)\.|\.(?!\d)|'", "", text.lower())
     words = re.sub(r"[^\w\s.:]", " ", without_stops).split()
@@ -102,7 +102,7 @@ def accuracy_function(name: str) -> RewardFunction:
     return found
 
 
-def cost_table(options: KnobOptions) -> Table:
+def cost_table(options: KnobOptions) -> KnobTable:
     """The term `cost` of every configuration."""
     most_crops, most_experts = max(1, *options.crops.values()), 4 * max(1, options.full_top_k)  # dense models have none
     crops = torch.tensor(list(options.crops.values()), dtype=torch.float64) / most_crops

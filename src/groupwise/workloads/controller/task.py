@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.latency.estimates import LatencyEstimator
+from groupwise.workloads.controller.latency.estimates import KnobLatencyModel
 from groupwise.workloads.controller.model.adapters import Sample
-from groupwise.workloads.controller.model.answer_cache import Answers, recall
-from groupwise.workloads.controller.model.executor import Executor, Prefix, Request
+from groupwise.workloads.controller.model.answer_cache import AnswerCache, answer_with_cache
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixStates
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     """What a task's model is and how it is asked: enough to use a trained controller without the task."""
 
     model: str
@@ -44,9 +44,9 @@ class Source:
 @dataclass(frozen=True)
 class Task:
     executor: Executor
-    answers: Answers
+    answers: AnswerCache
     """What is known already. Its name must tell the model and the way to stop."""
-    estimator: LatencyEstimator
+    estimator: KnobLatencyModel
     questions: Sequence[Question]
     """To train on."""
     held_out: Sequence[Question]
@@ -55,7 +55,7 @@ class Task:
     """Text of an answer's tokens."""
     max_new_tokens: int = 1
     stop_token: int | None = None
-    source: Source | None = None
+    source: ModelSource | None = None
     """None where the model cannot be loaded again by its name: checkpoints are then of no use without the task."""
     notes: Sequence[str] = ()
     """What a person should know before training."""
@@ -75,9 +75,9 @@ class Task:
                     " answer, so nothing can be learned from it. Add one, or leave the question out."
                 )
 
-    def answer(self, requests: Sequence[Request], prefix: Prefix | None = None) -> list[str]:
+    def answer(self, requests: Sequence[AnswerRequest], prefix: PrefixStates | None = None) -> list[str]:
         """What the model says to each request, computed together or remembered."""
-        tokens = recall(
+        tokens = answer_with_cache(
             self.executor,
             self.answers,
             requests,
@@ -91,6 +91,6 @@ class Task:
         """What the model says to a question under every configuration, in the order of `KnobOptions.all()`."""
         shipped = self.answers.shipped.every(question.sample.name) if self.answers.shipped is not None else None
         if shipped is None:
-            return self.answer([Request(question.sample, knobs) for knobs in self.executor.options.all()])
+            return self.answer([AnswerRequest(question.sample, knobs) for knobs in self.executor.options.all()])
         texts = {tokens: self.spell(tokens) for tokens in set(shipped)}
         return [texts[tokens] for tokens in shipped]

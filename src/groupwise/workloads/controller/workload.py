@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from groupwise.core.placement import Rows
-from groupwise.core.types import Rollouts, Scored, Terms, concatenate
-from groupwise.rewards.call import judge
-from groupwise.workloads.base import Report, Workload
-from groupwise.workloads.controller.conditions import at, make_conditions
+from groupwise.core.placement import RolloutRows
+from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
+from groupwise.rewards.call import call_rewards
+from groupwise.workloads.base import Workload
+from groupwise.workloads.controller.conditions import make_conditions, value_of_choices
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.model.executor import Prefix, Request
+from groupwise.workloads.controller.model.executor import AnswerRequest, PrefixStates
 from groupwise.workloads.controller.policy.decide import (
     DECISIONS,
     Controller,
-    Features,
-    greedy,
-    knobs_of,
-    repeated,
-    sampled,
+    HiddenStateCache,
+    choices_to_knobs,
+    greedy_option,
+    replay_option,
+    sample_option,
 )
-from groupwise.workloads.controller.policy.network import Policy, parameter_counts
+from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.rewards import accuracy_function, check_annotators, cost_table, penalty_terms
-from groupwise.workloads.controller.serving.files import files_of, settings_of
+from groupwise.workloads.controller.serving.files import settings_from_task, settings_to_files
 from groupwise.workloads.controller.task import Question, Task
 
 
@@ -35,6 +34,9 @@ class ControllerWorkload(Workload):
     """Trains the knobs of a frozen model; its answers and hidden states are computed once and remembered."""
 
     def __init__(self, task: Task, config: ControllerConfig, device: torch.device):
+        from groupwise.workloads.controller.report import ControllerReporter
+
+        self.reporter = ControllerReporter(self)
         self.task, self.config, self.options = task, config, task.executor.options
         every = (*task.questions, *task.held_out)
         check_annotators(config.accuracy, [question.answers for question in every])
@@ -42,9 +44,9 @@ class ControllerWorkload(Workload):
         self.cost = cost_table(self.options)
         self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
-        self.conditions = len(self.training)
-        features = Features(task.executor)
-        self.policy = Policy(features.width, self.options, seed=config.policy_seed).to(device)
+        self.num_conditions = len(self.training)
+        features = HiddenStateCache(task.executor)
+        self.policy = ControllerNetwork(features.width, self.options, seed=config.policy_seed).to(device)
         self.controller = Controller(self.policy, features, device)
         self.introduce(every)
         self.stage_rows = {"evaluation": config.eval_rows_per_pass}
@@ -56,13 +58,13 @@ class ControllerWorkload(Workload):
             known = [question for question in questions if shipped.every(question.sample.name) is not None]
             self.controller.features.introduce(known)
 
-    def rollout(self, rows: Rows) -> Rollouts:
+    def rollout(self, rows: RolloutRows) -> Rollouts:
         """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""
-        return concatenate([self._rollout(part) for part in rows.passes()])
+        return concatenate_rollouts([self._rollout(part) for part in rows.passes()])
 
-    def _rollout(self, rows: Rows) -> Rollouts:
+    def _rollout(self, rows: RolloutRows) -> Rollouts:
         chances = torch.cat([rows.uniform(decision) for decision in range(len(DECISIONS))], dim=1)
-        decided = self.controller.decide(self.training, rows.condition, sampled(chances))
+        decided = self.controller.decide(self.training, rows.condition, sample_option(chances))
         return Rollouts(
             self.training.group_ids[rows.condition],
             decided.logp,
@@ -74,17 +76,19 @@ class ControllerWorkload(Workload):
             },
         )
 
-    def rewards(self, rollouts: Rollouts) -> Terms:
+    def rewards(self, rollouts: Rollouts) -> RewardTerms:
         rows, choices, said = (rollouts.data[name] for name in ("condition", "choices", "answer"))
         medians, _ = self.training.estimates(rows)
         judged = self.judge_accuracy(self.training.question_of(rows), said)
-        rest = self.terms_of(at(medians, choices) / self.training.budget_ms[rows], self.cost[choices.unbind(1)])
-        return Terms({**judged.values, **rest}, judged.failures)
+        rest = self.terms_of(
+            value_of_choices(medians, choices) / self.training.budget_ms[rows], self.cost[choices.unbind(1)]
+        )
+        return RewardTerms({**judged.per_rollout, **rest}, judged.failures)
 
-    def score(self, rollouts: Rollouts) -> Scored:
+    def score(self, rollouts: Rollouts) -> Scores:
         choices = rollouts.data["choices"]
-        decided = self.controller.decide(self.training, rollouts.data["condition"], repeated(choices))
-        return Scored(decided.logp, entropy=decided.entropy)
+        decided = self.controller.decide(self.training, rollouts.data["condition"], replay_option(choices))
+        return Scores(decided.logp, entropy=decided.entropy)
 
     def evaluate(self) -> Mapping[str, float]:
         """Greedy choices on held-out questions under every budget; latency is estimated, not measured."""
@@ -102,62 +106,33 @@ class ControllerWorkload(Workload):
     def _greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         found = []
         for rows in torch.arange(len(self.held_out)).split(self.stage_rows["evaluation"]):
-            decided = self.controller.decide(self.held_out, rows, greedy)
+            decided = self.controller.decide(self.held_out, rows, greedy_option)
             questions, choices = self.held_out.question_of(rows), decided.choices
             said = self.answer(questions, choices, decided.prefix)
-            accuracy = self.judge_accuracy(questions, said).values["accuracy"]
+            accuracy = self.judge_accuracy(questions, said).per_rollout["accuracy"]
             medians, _ = self.held_out.estimates(rows)
-            found.append((accuracy, self.held_out.over_budget(rows, choices).double(), at(medians, choices)))
+            found.append(
+                (accuracy, self.held_out.over_budget(rows, choices).double(), value_of_choices(medians, choices))
+            )
         return found
 
-    def report(self) -> Report | None:
-        """Measured answers to test questions, beside baselines; None where the task has no test questions."""
-        from groupwise.workloads.controller.evaluate.report import validate
-
-        return validate(self) if self.task.test is not None else None
-
-    def describe(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
-        rows, choices = rollouts.data["condition"], rollouts.data["choices"]
-        medians, highs = (at(tables, choices).tolist() for tables in self.training.estimates(rows))
-        questions, knobs = self.training.question_of(rows), knobs_of(self.options, choices)
-        return [
-            {
-                "image": question.image or question.sample.name,
-                "question": question.text,
-                "knobs": vars(knobs[nth]),
-                "answer": rollouts.data["answer"][nth],
-                "right_answers": list(question.answers),
-                "budget": str(self.training.budget_of(row)),
-                "budget_ms": float(self.training.budget_ms[row]),
-                "estimated_ms": medians[nth],
-                "estimated_high_ms": highs[nth],
-                "nothing_fits": bool(self.training.impossible[row]),
-            }
-            for nth, (row, question) in enumerate(zip(rows.tolist(), questions, strict=True))
-        ]
-
-    def notes(self) -> Sequence[str]:
-        parts = parameter_counts(self.policy)
-        counted = ", ".join(f"{name} {count:,}" for name, count in parts.items())
-        return [f"the controller has {sum(parts.values()):,} numbers: {counted}", *self.task.notes]
-
-    def files(self) -> Mapping[str, bytes]:
+    def checkpoint_files(self) -> Mapping[str, bytes]:
         """A checkpoint tells what `AdaptiveModel` needs besides the weights."""
         if self.task.source is None:
             return {}
-        return files_of(settings_of(self.task, self.training, self.controller.features.width))
+        return settings_to_files(settings_from_task(self.task, self.training, self.controller.features.width))
 
     def answer(
-        self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: Prefix | None = None
+        self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: PrefixStates | None = None
     ) -> list[str]:
         """What the model says under these knobs, all together."""
-        knobs = knobs_of(self.options, choices)
-        requests = [Request(question.sample, each) for question, each in zip(questions, knobs, strict=True)]
+        knobs = choices_to_knobs(self.options, choices)
+        requests = [AnswerRequest(question.sample, each) for question, each in zip(questions, knobs, strict=True)]
         return self.task.answer(requests, prefix)
 
-    def judge_accuracy(self, questions: Sequence[Question], said: Sequence[str]) -> Terms:
+    def judge_accuracy(self, questions: Sequence[Question], said: Sequence[str]) -> RewardTerms:
         """How right each answer is; missing where the user's function failed."""
-        return judge(
+        return call_rewards(
             {"accuracy": self._accuracy},
             [question.text for question in questions],
             list(said),

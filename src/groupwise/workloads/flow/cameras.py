@@ -8,12 +8,12 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 
-Path = Float[Tensor, "*batch frames 12"]
+CameraPath = Float[Tensor, "*batch frames 12"]
 Motion = Float[Tensor, "*batch 6"]
 """A rotation vector (axis x angle) and a translation."""
 
 
-def check_path(camera: Tensor, frames: int, where: str) -> None:
+def check_camera_path(camera: Tensor, frames: int, where: str) -> None:
     """Refuse a camera path that does not say where the camera is in each of the frames."""
     if camera.ndim != 2 or camera.shape[1] != 12:
         raise UserError(
@@ -41,24 +41,26 @@ def check_path(camera: Tensor, frames: int, where: str) -> None:
         )
 
 
-def relative_to_first(camera: Path) -> Path:
+def relative_to_first(camera: CameraPath) -> CameraPath:
     """The same path seen from its first pose: inverse(first) x pose."""
-    rotation, translation = split(camera)
+    rotation, translation = split_pose(camera)
     first = rotation[..., :1, :, :].mT
     moved = (first @ (translation - translation[..., :1, :])[..., None])[..., 0]
-    return join(first @ rotation, moved)
+    return join_pose(first @ rotation, moved)
 
 
-def split(camera: Path) -> tuple[Float[Tensor, "*batch frames 3 3"], Float[Tensor, "*batch frames 3"]]:
+def split_pose(camera: CameraPath) -> tuple[Float[Tensor, "*batch frames 3 3"], Float[Tensor, "*batch frames 3"]]:
     poses = camera.unflatten(-1, (3, 4))
     return poses[..., :3], poses[..., 3]
 
 
-def join(rotation: Float[Tensor, "*batch 3 3"], translation: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 12"]:
+def join_pose(
+    rotation: Float[Tensor, "*batch 3 3"], translation: Float[Tensor, "*batch 3"]
+) -> Float[Tensor, "*batch 12"]:
     return torch.cat([rotation, translation[..., None]], dim=-1).flatten(-2)
 
 
-def poses_of(motion: Motion) -> Float[Tensor, "*batch 12"]:
+def motion_to_pose(motion: Motion) -> Float[Tensor, "*batch 12"]:
     """The pose that a motion from the first pose leads to (Rodrigues' formula)."""
     vector = motion[..., :3]
     angle = vector.norm(dim=-1)[..., None, None]
@@ -67,7 +69,7 @@ def poses_of(motion: Motion) -> Float[Tensor, "*batch 12"]:
     first = torch.sinc(angle / torch.pi)
     second = torch.sinc(angle / (2 * torch.pi)) ** 2 / 2
     rotation = torch.eye(3).to(motion) + first * cross + second * (cross @ cross)
-    return join(rotation, motion[..., 3:])
+    return join_pose(rotation, motion[..., 3:])
 
 
 def _cross_matrix(vector: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 3 3"]:
@@ -76,20 +78,20 @@ def _cross_matrix(vector: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 3 
     return torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1).unflatten(-1, (3, 3))
 
 
-def rotation_errors(found: Path, wanted: Path) -> Float[Tensor, "*batch frames"]:
+def rotation_errors(found: CameraPath, wanted: CameraPath) -> Float[Tensor, "*batch frames"]:
     """The angle, in radians, between two cameras at the same frames."""
-    ours, theirs = split(found)[0], split(wanted)[0]
+    ours, theirs = split_pose(found)[0], split_pose(wanted)[0]
     # |R - R'| = 2 sqrt(2) sin(angle / 2): exact for small angles, where the arc cosine of the trace is not
     chord = (ours - theirs).flatten(-2).norm(dim=-1) / 8**0.5
     return 2 * torch.asin(chord.clamp(max=1.0))
 
 
-def translation_errors(found: Path, wanted: Path) -> Float[Tensor, "*batch frames"]:
+def translation_errors(found: CameraPath, wanted: CameraPath) -> Float[Tensor, "*batch frames"]:
     """Distances between two cameras at the same frames, after one scale a path has been fitted to the found one.
 
     The scale is not negative: a camera that goes the opposite way is as wrong as one that stays.
     """
-    ours, theirs = split(found)[1], split(wanted)[1]
+    ours, theirs = split_pose(found)[1], split_pose(wanted)[1]
     across = (-2, -1)
     scale = (ours * theirs).sum(across, keepdim=True) / (ours * ours).sum(across, keepdim=True).clamp(min=1e-12)
     return (scale.clamp(min=0) * ours - theirs).norm(dim=-1)

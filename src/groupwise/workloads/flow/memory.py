@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError, require
-from groupwise.memory.stages import Job, Stages, Trained, fullest, without_nothing
+from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, drop_zero, peak_of_update
 
 _NEEDED = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "in_channels", "text_dim")
 
 
 @dataclass(frozen=True)
-class VideoModel:
+class WanArchitecture:
     """The widths of diffusers' WanTransformer3DModel, and the two camera layers of each block."""
 
     width: int
@@ -53,7 +53,7 @@ class VideoModel:
         return self.layers * (self.pose * self.width + self.width + self.width * self.width + self.width)
 
 
-def read_video_model(folder: Path) -> VideoModel:
+def read_video_model(folder: Path) -> WanArchitecture:
     """From a transformer's config.json, or a folder that holds it (also as a pipeline's transformer/)."""
     return video_model(read_video_config(folder), str(folder))
 
@@ -67,7 +67,7 @@ def read_video_config(folder: Path) -> dict[str, Any]:
     return content
 
 
-def video_model(content: Mapping[str, Any], name: str = "The config") -> VideoModel:
+def video_model(content: Mapping[str, Any], name: str = "The config") -> WanArchitecture:
     kind = str(content.get("_class_name"))
     missing = [field for field in _NEEDED if field not in content]
     if kind != "WanTransformer3DModel" or missing:
@@ -75,7 +75,7 @@ def video_model(content: Mapping[str, Any], name: str = "The config") -> VideoMo
             f"{name} is of class '{kind}'{' and lacks ' + ', '.join(missing) if missing else ''}: the arithmetic knows"
             " WanTransformer3DModel. `groupwise plan RECIPE --probe` runs a real step instead."
         )
-    return VideoModel(
+    return WanArchitecture(
         width=content["num_attention_heads"] * content["attention_head_dim"],
         layers=content["num_layers"],
         inner=content["ffn_dim"],
@@ -89,10 +89,10 @@ def video_model(content: Mapping[str, Any], name: str = "The config") -> VideoMo
 
 
 @dataclass(frozen=True)
-class VideoMemory:
+class FlowMemory:
     """A video model, and the clips it works with."""
 
-    model: VideoModel
+    model: WanArchitecture
     latent: tuple[int, ...]
     """Channels, frames, height, width."""
     trained_steps: int
@@ -118,12 +118,12 @@ class VideoMemory:
     def __post_init__(self) -> None:
         require(self.trained_steps >= 1, "trained steps", self.trained_steps, "at least 1")
 
-    def stages(self, job: Job) -> Stages:
+    def stages(self, job: StepSpec) -> StageBytes:
         held = self._held(job)
-        rollout = {name: held[name] for name in ("weights", "optimiser", "averaged weights", "reference")}
+        rollout = {name: held[name] for name in ("weights", "optimizer", "averaged weights", "reference")}
         in_step = self._trained().in_step(job)
-        update = fullest(held, [self._update(job)], in_step, one_pass=job.shape.passes == 1)
-        return Stages(without_nothing({**rollout, **self._rollout(job)}), without_nothing(update))
+        update = peak_of_update(held, [self._update(job)], in_step, one_pass=job.shape.passes == 1)
+        return StageBytes(drop_zero({**rollout, **self._rollout(job)}), drop_zero(update))
 
     @property
     def tokens(self) -> int:
@@ -137,31 +137,31 @@ class VideoMemory:
         channels, frames, height, width = self.latent
         return channels * frames * height * width
 
-    def _trained(self) -> Trained:
+    def _trained(self) -> WeightBytes:
         every, camera, number = self.model.parameters, self.model.camera_numbers, self.number_bytes
         if self.lora_rank is not None:
-            return Trained(every, self.model.adapter_numbers(self.lora_rank), number, 4)
+            return WeightBytes(every, self.model.adapter_numbers(self.lora_rank), number, 4)
         if self.camera_only:
-            return Trained(every - camera, camera, number, number)
-        return Trained(0, every, trained_bytes=number)
+            return WeightBytes(every - camera, camera, number, number)
+        return WeightBytes(0, every, trained_bytes=number)
 
-    def _held(self, job: Job) -> dict[str, int]:
+    def _held(self, job: StepSpec) -> dict[str, int]:
         trained = self._trained()
         parts = trained.parts(job)
         first_weights = 0 if self.lora_rank is not None else trained.trained * trained.trained_bytes
         return parts | {"reference": first_weights // job.shards}
 
-    def trajectory_bytes(self, job: Job) -> int:
+    def trajectory_bytes(self, job: StepSpec) -> int:
         """The window's latents and the finished one of every row of a rank."""
         kept = (self.trained_steps + 1) * self.stored_bytes + 4
         return job.shape.rollouts_per_rank * self._numbers * kept
 
-    def starts(self, job: Job) -> int:
+    def starts(self, job: StepSpec) -> int:
         """Rows of a pass that the window's first step is computed for."""
         rows = job.shape.rows_per_pass
         return job.prompts_in(rows) if self.branch else rows
 
-    def _rollout(self, job: Job) -> dict[str, int]:
+    def _rollout(self, job: StepSpec) -> dict[str, int]:
         """In the attention or the feed-forward part of a block, widths as traced; or when clips are decoded.
 
         All rows of a pass take the steps behind the window, which there always are, whatever they shared before.
@@ -175,7 +175,7 @@ class VideoMemory:
         ]
         return {"latents": self.trajectory_bytes(job)} | max(moments, key=lambda parts: sum(parts.values()))
 
-    def _update(self, job: Job) -> dict[str, int]:
+    def _update(self, job: StepSpec) -> dict[str, int]:
         later = job.shape.rows_per_pass * (self.trained_steps - 1)
         rows = self.starts(job) if not later else job.shape.rows_per_pass
         block, wide = self.kept_by_block(), self.model.width * 4
@@ -196,8 +196,8 @@ class VideoMemory:
             return 8 * wide * 4 + int(7.1 * wide * number) + inner * number + 10 * self.lora_rank * 4
         return 8 * wide * 4 + int(15.3 * wide * number) + 2 * inner * number
 
-    def smaller(self) -> list[tuple[str, VideoMemory, bool]]:
-        found: list[tuple[str, VideoMemory, bool]] = []
+    def smaller(self) -> list[tuple[str, FlowMemory, bool]]:
+        found: list[tuple[str, FlowMemory, bool]] = []
         now = self
         if not now.checkpointing:
             now = replace(now, checkpointing=True)

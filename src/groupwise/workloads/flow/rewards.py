@@ -9,14 +9,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.core.types import Terms
-from groupwise.rewards.call import RewardFunction, judge
+from groupwise.core.types import RewardTerms
+from groupwise.rewards.call import RewardFunction, call_rewards
 from groupwise.workloads.flow.task import Condition
 
 
-def judge_clips(
+def clip_rewards(
     functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], clips: Float[Tensor, "rows ..."]
-) -> Terms:
+) -> RewardTerms:
     """All functions on all clips, with what their conditions are made of as columns."""
     names = dict.fromkeys(name for condition in conditions for name in condition.columns)
     columns: dict[str, list[Any]] = {name: [each.columns.get(name) for each in conditions] for name in names}
@@ -25,19 +25,24 @@ def judge_clips(
         "sources": [each.source for each in conditions],
         "names": [each.name for each in conditions],
     }
-    return judge(functions, [each.prompt for each in conditions], list(clips), **columns)
+    return call_rewards(functions, [each.prompt for each in conditions], list(clips), **columns)
 
 
-def judge_steps(
-    functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], expected: Sequence[Tensor], terms: Terms
-) -> Terms:
+def step_rewards(
+    functions: Mapping[str, RewardFunction],
+    conditions: Sequence[Condition],
+    expected: Sequence[Tensor],
+    terms: RewardTerms,
+) -> RewardTerms:
     """The terms, and with them those of single steps: each step's expected clips are judged like finished ones."""
-    judged = [judge_clips(functions, conditions, clips) for clips in expected]
-    steps = {name: torch.stack([each.values[name] for each in judged], dim=1) for name in functions}
+    judged = [clip_rewards(functions, conditions, clips) for clips in expected]
+    steps = {name: torch.stack([each.per_rollout[name] for each in judged], dim=1) for name in functions}
     failures = {name: reason for each in judged for name, reason in each.failures.items()}
-    return Terms(terms.values, {**terms.failures, **failures}, steps)
+    return RewardTerms(terms.per_rollout, {**terms.failures, **failures}, steps)
 
 
-def weighed(terms: Terms, weights: Mapping[str, float]) -> Float[Tensor, " rows"]:
+def weighted_sum(terms: RewardTerms, weights: Mapping[str, float]) -> Float[Tensor, " rows"]:
     """The weighted sum of the terms that have a weight here."""
-    return torch.stack([weight * terms.values[name] for name, weight in weights.items()] or [torch.zeros(1)]).sum(0)
+    return torch.stack([weight * terms.per_rollout[name] for name, weight in weights.items()] or [torch.zeros(1)]).sum(
+        0
+    )

@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
 from groupwise.rewards.call import RewardFunction
-from groupwise.workloads.flow.cameras import check_path
+from groupwise.workloads.flow.cameras import check_camera_path
 
 if TYPE_CHECKING:
     from groupwise.workloads.flow.models.base import FlowModel
@@ -35,7 +35,7 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Asked:
+class ConditionSpec:
     """What a model wants of its conditions."""
 
     latent: tuple[int, ...]
@@ -48,7 +48,7 @@ class Asked:
     has_camera: bool = False
 
 
-def check_sizes(asked: Asked) -> None:
+def check_sizes(asked: ConditionSpec) -> None:
     """Refuse latents that cannot be cut into the transformer's patches."""
     for axis, size, patch in zip(_AXES[-len(asked.patch) :], asked.latent[1:], asked.patch, strict=True):
         if size % patch or size < patch:
@@ -63,17 +63,17 @@ def check_sizes(asked: Asked) -> None:
 _AXES = ("frames", "height", "width")
 
 
-def check_condition(condition: Condition, asked: Asked, where: str) -> None:
+def check_condition(condition: Condition, asked: ConditionSpec, where: str) -> None:
     """Refuse a condition that the model could not use, before anything is generated."""
     if asked.source_frames is not None:
         _check_source(condition.source, asked, where)
     if asked.has_camera:
         if condition.camera is None:
             raise UserError(f"{where} has no camera path: this model needs one of [{asked.latent[1]}, 12].")
-        check_path(condition.camera, asked.latent[1], where)
+        check_camera_path(condition.camera, asked.latent[1], where)
 
 
-def _check_source(source: Tensor | None, asked: Asked, where: str) -> None:
+def _check_source(source: Tensor | None, asked: ConditionSpec, where: str) -> None:
     if source is None:
         raise UserError(f"{where} has no source clip: this model needs one of {asked.source_frames} frames.")
     if source.ndim != 4 or source.shape[1] < (asked.source_frames or 0):
@@ -91,7 +91,7 @@ def _check_source(source: Tensor | None, asked: Asked, where: str) -> None:
         raise UserError(f"The source clip of {where} holds a number that is not finite. Mend it, or leave it out.")
 
 
-def ids_of(conditions: Sequence[Condition]) -> Int64[Tensor, " conditions"]:
+def group_ids(conditions: Sequence[Condition]) -> Int64[Tensor, " conditions"]:
     """A group's id is made from the prompt, the source clip and the camera path: equal prompts are not enough."""
     return torch.tensor(
         [group_id(nth, each.prompt, each.source, each.camera, each.name) for nth, each in enumerate(conditions)]
@@ -114,7 +114,7 @@ class FlowTask:
     step_rewards: Mapping[str, RewardFunction] = field(default_factory=dict)
     """The same for each drawn step: a completion is what the model expects the clip to be after that step."""
     measured: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """Figures of held-out clips that are not rewards, such as errors with a unit."""
+    """Metrics of held-out clips that are not rewards, such as errors with a unit."""
     weights: Mapping[str, float] = field(default_factory=dict)
     """What the task's held-out reward is made of; without them each term stands alone."""
     pictures: Mapping[str, Draw] = field(default_factory=dict)

@@ -12,30 +12,30 @@ import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
 
-from groupwise.memory.stages import Job
-from groupwise.memory.trace import fake_tensors, make_fake, traced, traced_update
+from groupwise.memory.stages import StepSpec
+from groupwise.memory.trace import fake_tensors, replace_with_fake, trace_peak, trace_update
 from groupwise.workloads.flow.config import TrainConfig
-from groupwise.workloads.flow.memory import VideoMemory
+from groupwise.workloads.flow.memory import FlowMemory
 from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.models.camera_layers import POSE, add_camera_layers, camera_velocity
-from groupwise.workloads.flow.models.trained_parts import choose_trained
+from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig
-from groupwise.workloads.flow.sampling.steppers import log_probability
+from groupwise.workloads.flow.sampling.steppers import transition_logprob
 
 
-def transformer_like(
+def fake_transformer(
     content: Mapping[str, Any], train: TrainConfig, *, checkpointing: bool = False, fake: bool = True
 ) -> WanTransformer3DModel:
     """A Wan transformer with camera layers by its config alone: without memory, or with random weights."""
     with fake_tensors() if fake else nullcontext() as mode:
         transformer = WanTransformer3DModel.from_config(dict(content)).eval()
     add_camera_layers(transformer)
-    choose_trained(transformer, train)
+    select_trained_parameters(transformer, train)
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     if mode is not None:
-        make_fake(transformer, mode)
+        replace_with_fake(transformer, mode)
     return transformer
 
 
@@ -48,7 +48,7 @@ class Followed:
     held: tuple[Tensor, ...]
 
 
-def stages_of(transformer: WanTransformer3DModel, memory: VideoMemory, job: Job, *, fake: bool = True) -> Followed:
+def stages_of(transformer: WanTransformer3DModel, memory: FlowMemory, job: StepSpec, *, fake: bool = True) -> Followed:
     """Every step of the window drawn, and scored, as the workload does; rows are as many as go together.
 
     Rows of a group may share the window's first step. A rollout goes on with each row's own, to the last.
@@ -63,7 +63,7 @@ def stages_of(transformer: WanTransformer3DModel, memory: VideoMemory, job: Job,
 
     def logp(nth: int) -> Tensor:
         steps, alike = torch.full((rows,), window[nth]), denoiser.alike(group, nth)
-        return log_probability(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, steps, alike=alike))
+        return transition_logprob(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, steps, alike=alike))
 
     def scored() -> Tensor:
         return torch.stack([logp(nth) for nth in range(memory.trained_steps)], dim=1)
@@ -74,7 +74,7 @@ def stages_of(transformer: WanTransformer3DModel, memory: VideoMemory, job: Job,
     return Followed(rollout, lambda: scored().exp().mean(), _held(transformer, memory, job, fake=fake))
 
 
-def _velocity(transformer: WanTransformer3DModel, memory: VideoMemory, rows: int, guidance: float) -> GuidedVelocity:
+def _velocity(transformer: WanTransformer3DModel, memory: FlowMemory, rows: int, guidance: float) -> GuidedVelocity:
     text = torch.zeros(rows, memory.text_tokens, memory.model.text_width)
     encoding = {
         "text": text,
@@ -88,7 +88,7 @@ def _velocity(transformer: WanTransformer3DModel, memory: VideoMemory, rows: int
     return GuidedVelocity(model, encoding, guidance)
 
 
-def _held(transformer: WanTransformer3DModel, memory: VideoMemory, job: Job, *, fake: bool) -> tuple[Tensor, ...]:
+def _held(transformer: WanTransformer3DModel, memory: FlowMemory, job: StepSpec, *, fake: bool) -> tuple[Tensor, ...]:
     """The first weights, where all or some of the model's own are trained, and the rollouts' latents."""
     trained = [weight for weight in transformer.parameters() if weight.requires_grad and memory.lora_rank is None]
     with fake_tensors() if fake else nullcontext():
@@ -101,14 +101,14 @@ def followed_rollout(transformer: WanTransformer3DModel, found: Followed) -> int
     trained = [weight for weight in transformer.parameters() if weight.requires_grad]
     with fake_tensors():
         moments = [torch.empty_like(weight) for weight in trained for _ in range(2)]
-    return traced(found.rollout, *transformer.parameters(), *transformer.buffers(), *found.held, *moments)
+    return trace_peak(found.rollout, *transformer.parameters(), *transformer.buffers(), *found.held, *moments)
 
 
-def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: VideoMemory, job: Job) -> dict[str, int]:
+def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: FlowMemory, job: StepSpec) -> dict[str, int]:
     """Highest bytes of a rollout's steps and of the update's last pass, of a transformer in float32."""
-    transformer = transformer_like(content, train, checkpointing=memory.checkpointing)
+    transformer = fake_transformer(content, train, checkpointing=memory.checkpointing)
     found = stages_of(transformer, memory, job)
     return {
         "rollout": followed_rollout(transformer, found),
-        "update": traced_update(transformer, found.one_pass, job, more=found.held),
+        "update": trace_update(transformer, found.one_pass, job, more=found.held),
     }

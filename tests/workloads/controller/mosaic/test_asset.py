@@ -16,9 +16,9 @@ from groupwise.workloads.controller.tasks.mosaic.model import (
     kept_blocks,
     load_mosaic,
 )
-from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier, cut
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier, cut
 
-EXAM = make_exam(Split.TEST, 40)
+EXAM = make_exam(HandwritingSplit.TEST, 40)
 
 
 @pytest.fixture(scope="module")

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tools.mosaic.curriculum import Plan, draw_kinds, draw_knobs, famous_names_at
+from tools.mosaic.curriculum import PretrainConfig, draw_kinds, draw_knobs, famous_names_at
 from tools.mosaic.importance import answer_losses, features_of, make_exam
 from tools.mosaic.pretrain import build, pretrain
 
 from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, Kind, ask
-from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier, cut
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier, cut
 
-TINY = Plan(
+TINY = PretrainConfig(
     size=MosaicSize(width=16, heads=2, expert_width=8, vision_width=16, vision_blocks=1, blocks=6),
     alignment_steps=3,
     alignment_mosaics=2,
@@ -53,11 +53,11 @@ def test_training_changes_every_weight_in_use_but_the_routers(tmp_path: Path):
 def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path):
     pretrain(TINY, tmp_path, say=_quiet, compiled=False, stop_after=2, checkpoint_every=2)
     with pytest.raises(ValueError, match="another plan"):
-        pretrain(Plan(size=TINY.size, seed=1), tmp_path, say=_quiet, compiled=False)
+        pretrain(PretrainConfig(size=TINY.size, seed=1), tmp_path, say=_quiet, compiled=False)
 
 
 def test_a_share_of_the_steps_is_varied_and_the_first_blocks_always_run():
-    plan = Plan(alignment_steps=0, text_horizon=4000, varied_share=0.3)
+    plan = PretrainConfig(alignment_steps=0, text_horizon=4000, varied_share=0.3)
     knobs = [draw_knobs(plan, step, plan.random(step)) for step in range(1000, 2000)]
     varied = [k for k in knobs if len(k.blocks) < 16 or k.top_k < 8]
     assert 0.25 < len(varied) / len(knobs) < 0.32
@@ -67,7 +67,7 @@ def test_a_share_of_the_steps_is_varied_and_the_first_blocks_always_run():
 
 
 def test_the_first_text_steps_run_the_whole_model():
-    plan = Plan(alignment_steps=0, text_horizon=1000, varied_share=1.0)
+    plan = PretrainConfig(alignment_steps=0, text_horizon=1000, varied_share=1.0)
     for step in range(0, 250, 10):
         knobs = draw_knobs(plan, step, plan.random(step))
         assert (knobs.blocks, knobs.top_k) == (tuple(range(16)), 8)
@@ -75,7 +75,7 @@ def test_the_first_text_steps_run_the_whole_model():
 
 @pytest.mark.parametrize("step", [0, 400, 1000, 1900])
 def test_steps_with_parts_left_out_ask_for_nothing_that_is_known_by_heart(step: int):
-    plan = Plan(alignment_steps=0)
+    plan = PretrainConfig(alignment_steps=0)
     drawn = draw_kinds(plan, step, 2000, plan.random(step), by_heart=False)
     asked = {KINDS[number] for number in drawn}
     assert asked == set(KINDS) - {Kind.FACT, Kind.CODE, Kind.LORE}
@@ -83,7 +83,7 @@ def test_steps_with_parts_left_out_ask_for_nothing_that_is_known_by_heart(step: 
 
 
 def test_pairs_are_of_fewer_names_later_and_keep_their_digits():
-    plan = Plan()
+    plan = PretrainConfig()
     assert (famous_names_at(plan, 1899), famous_names_at(plan, 1900)) == (30, 12)
     kinds, labels = np.full(5000, KINDS.index(Kind.LORE)), np.zeros((5000, 12), np.int64)
     early = ask(labels, kinds, np.random.default_rng(0), famous_names=30)
@@ -100,7 +100,7 @@ def test_pairs_are_of_fewer_names_later_and_keep_their_digits():
 @pytest.mark.parametrize(("tier", "blocks", "top_k"), [(Tier.HIGH, 16, 8), (Tier.LOW, 12, 4), (Tier.MEDIUM, 14, 5)])
 def test_packed_questions_are_answered_as_alone_by_transformers(tier: Tier, blocks: int, top_k: int):
     model = build(MosaicSize(width=32, expert_width=8, vision_width=16).config(), seed=3).eval()
-    exam = make_exam(Split.VALIDATION, 2, per_kind=1)
+    exam = make_exam(HandwritingSplit.VALIDATION, 2, per_kind=1)
     kept = kept_blocks([9, 6, 12, 7], blocks)
     _, losses = answer_losses(model, exam, features_of(model, exam, tier), blocks=kept, top_k=top_k)
     with torch.no_grad(), configured(model, kept, top_k):

@@ -13,7 +13,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import (
     ask,
     decode,
     encode,
-    read_aloud,
+    transcribe_tiles,
 )
 from groupwise.workloads.controller.tasks.mosaic.scene import EMPTY
 
@@ -127,7 +127,7 @@ def test_the_first_quarter_of_the_names_is_asked_for_half_of_the_time():
 
 
 def test_reading_aloud_says_each_tile_after_the_one_before():
-    said, targets = read_aloud(MOSAIC)
+    said, targets = transcribe_tiles(MOSAIC)
     assert decode(targets[0].tolist()) == "7 none 2 2 none none none none 3 9 2 0"
     assert decode(said[0].tolist()) == "read 7 none 2 2 none none none none 3 9 2"
 

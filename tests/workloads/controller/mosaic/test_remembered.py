@@ -8,8 +8,8 @@ from tools.mosaic.answer_table import answer_every_configuration
 
 from groupwise.recipes import load_recipe
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
-from groupwise.workloads.controller.model.executor import Executor, Request
-from groupwise.workloads.controller.tasks.mosaic.answer_table import TABLE, load_remembered, save_remembered
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.tasks.mosaic.answer_table import TABLE, load_answer_table, save_remembered
 from groupwise.workloads.controller.tasks.mosaic.model import ASSET, load_mosaic
 from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_options, mosaic_questions
 
@@ -24,7 +24,7 @@ def executor():
 
 @pytest.fixture(scope="module")
 def table():
-    found = load_remembered(OPTIONS)
+    found = load_answer_table(OPTIONS)
     assert found is not None, "asset/answers.npz is of another model: run scripts/remember_mosaic.py"
     return found
 
@@ -40,7 +40,7 @@ def test_every_question_of_the_recipe_is_in_it_and_it_is_small(table):
 def test_the_model_still_says_what_is_remembered(executor, table):
     chance = random.Random(11)
     asked = [question for part in Part for question in chance.sample(mosaic_questions(part, 12), 8)]
-    requests = [Request(question.sample, chance.choice(EVERY)) for question in asked]
+    requests = [AnswerRequest(question.sample, chance.choice(EVERY)) for question in asked]
     answers, _ = executor.answer(requests)
     for request, answer in zip(requests, answers, strict=True):
         assert table.one(request.sample.name, request.knobs) == answer.tokens
@@ -52,11 +52,11 @@ def test_a_table_of_another_model_is_passed_over(tmp_path):
         (tmp_path / name).write_text("one model")
     names, tokens = ["00" * 16, "0f" * 16], np.arange(2 * len(EVERY), dtype=np.int64).reshape(2, -1) % 200
     save_remembered(names, tokens.astype(np.uint8), tmp_path)
-    found = load_remembered(OPTIONS, tmp_path)
+    found = load_answer_table(OPTIONS, tmp_path)
     assert found.one("0f" * 16, EVERY[3]) == (int(tokens[1, 3]),)
     assert found.one("11" * 16, EVERY[3]) is found.every("11" * 16) is None
     (tmp_path / "model.safetensors").write_text("the next model")
-    assert load_remembered(OPTIONS, tmp_path) is None
+    assert load_answer_table(OPTIONS, tmp_path) is None
 
 
 def test_all_at_once_is_one_by_one(executor):
@@ -72,6 +72,6 @@ def test_all_at_once_is_one_by_one(executor):
         smallest_top_k=OPTIONS.full_top_k - 1,
     )
     found = answer_every_configuration(executor.adapter.model, few, questions)
-    requests = [Request(question.sample, knobs) for question in questions for knobs in few.all()]
+    requests = [AnswerRequest(question.sample, knobs) for question in questions for knobs in few.all()]
     answers, _ = Executor(executor.adapter, few).answer(requests)
     assert found.flatten().tolist() == [answer.tokens[0] for answer in answers]

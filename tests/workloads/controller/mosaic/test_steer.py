@@ -8,13 +8,13 @@ from tools.mosaic.importance import make_exam
 from torch.testing import assert_close
 
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.tasks.mosaic.model import answer_logits, configured, load_mosaic
-from groupwise.workloads.controller.tasks.mosaic.scene import Split, Tier
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
-EXAM, OPTIONS = make_exam(Split.TEST, 4), mosaic_options()
+EXAM, OPTIONS = make_exam(HandwritingSplit.TEST, 4), mosaic_options()
 
 
 def question(number: int) -> list[int]:
@@ -35,7 +35,7 @@ def samples():
 @torch.inference_mode()
 def test_twenty_answers_together_are_those_of_transformers_alone(model, samples):
     every, chance = list(OPTIONS.all()), random.Random(3)
-    requests = [Request(chance.choice(samples), chance.choice(every)) for _ in range(20)]
+    requests = [AnswerRequest(chance.choice(samples), chance.choice(every)) for _ in range(20)]
     answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer(requests)
     for request, answer in zip(requests, answers, strict=True):
         knobs, path = request.knobs, OPTIONS.path(request.knobs)
@@ -47,7 +47,9 @@ def test_twenty_answers_together_are_those_of_transformers_alone(model, samples)
 
 
 def test_the_exam_is_passed_through_the_executor(model, samples):
-    answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer([Request(sample, OPTIONS.full) for sample in samples])
+    answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer(
+        [AnswerRequest(sample, OPTIONS.full) for sample in samples]
+    )
     right = [answer.tokens[0] == int(truth) for answer, truth in zip(answers, EXAM.questions.answers, strict=True)]
     assert sum(right) / len(right) > 0.88
 

@@ -11,19 +11,19 @@ from processes import ENVIRONMENT
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
-from groupwise.workloads.controller.latency.estimates import CountedWork
+from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
 from groupwise.workloads.controller.model.executor import Executor
-from groupwise.workloads.controller.tasks.mosaic.config import MosaicControllerConfig
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, encode
-from groupwise.workloads.controller.tasks.mosaic.scene import Split, load_handwriting
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
 from groupwise.workloads.controller.tasks.mosaic.task import Part, handwriting_of, mosaic_options, mosaic_questions
 
 
 def test_no_two_parts_and_not_the_pretraining_share_an_image():
     images = {part: set(handwriting_of(part).source_rows.tolist()) for part in Part}
-    images["pretraining"] = set(load_handwriting(Split.TRAIN).source_rows.tolist())
+    images["pretraining"] = set(load_handwriting(HandwritingSplit.TRAIN).source_rows.tolist())
     for one, other in combinations(images, 2):
         assert not images[one] & images[other]
     for part in (Part.TRAIN, Part.CHOOSE):
@@ -50,7 +50,7 @@ def test_prompt_lengths_are_what_the_model_gets():
 
 def test_counted_work_by_hand():
     options, question = mosaic_options(), mosaic_questions(Part.CHOOSE, 1)[0]
-    price = CountedWork(options, crop_ms=2, block_ms=3, pair_ms=0.01, spread=0.5)
+    price = ProportionalEstimator(options, crop_ms=2, block_ms=3, pair_ms=0.01, spread=0.5)
     (full,) = price.estimate(question.prompt_tokens, [options.full])
     tokens, blocks = question.prompt_tokens[options.full.tier], options.total_blocks
     pairs = options.full_top_k * (tokens * (blocks - 1) + 1)  # in the last block only the last token's
@@ -78,8 +78,8 @@ def test_settings_are_read_without_torch():
 
 def test_a_run_goes_on_with_the_estimator_it_was_trained_with(tmp_path):
     """Also where this machine's own has been deleted since."""
-    own, named = MosaicControllerConfig(), MosaicControllerConfig(estimator="counted")
-    assert own.continuing(tmp_path) == own
+    own, named = MosaicConfig(), MosaicConfig(estimator="counted")
+    assert own.for_resume(tmp_path) == own
     (tmp_path / "estimator.json").write_text("{}")
-    assert own.continuing(tmp_path).estimator == str(tmp_path / "estimator.json")
-    assert named.continuing(tmp_path) == named
+    assert own.for_resume(tmp_path).estimator == str(tmp_path / "estimator.json")
+    assert named.for_resume(tmp_path) == named

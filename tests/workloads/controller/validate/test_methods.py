@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.workloads.controller.evaluate import baselines as methods
-from groupwise.workloads.controller.evaluate.exact import Exam
+from groupwise.workloads.controller.evaluate.exact import EvaluationSet
 
 MEDIAN_MS = torch.tensor([1.0, 2.0, 3.0, 4.0])
 
@@ -17,7 +17,7 @@ def exam(kinds, accuracy, budgets=(2.5, 9.0), high=1.1):
     questions = [SimpleNamespace(kind=kind) for kind in kinds]
     conditions = SimpleNamespace(questions=questions, budget_ms=torch.tensor(budgets).repeat(len(kinds)))
     medians = MEDIAN_MS.expand(len(kinds), -1)
-    return Exam(conditions, torch.tensor(accuracy, dtype=torch.float64), medians, high * medians)
+    return EvaluationSet(conditions, torch.tensor(accuracy, dtype=torch.float64), medians, high * medians)
 
 
 CHOOSE = exam("aab", [[1, 0, 0, 0], [1, 0, 1, 1], [0, 1, 1, 0]])

@@ -12,15 +12,15 @@ import torch
 import groupwise as gw
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.config import BudgetConfig, EvalConfig
-from groupwise.workloads.controller.evaluate.baselines import controlled, imitate, labels
-from groupwise.workloads.controller.evaluate.exact import make_exam
+from groupwise.workloads.controller.config import BudgetConfig, ControllerEvalConfig
+from groupwise.workloads.controller.evaluate.baselines import controlled, oracle_labels, train_imitation
+from groupwise.workloads.controller.evaluate.exact import build_evaluation_set
 from groupwise.workloads.controller.evaluate.render import tables
-from groupwise.workloads.controller.evaluate.report import at_the_pace_of_now
-from groupwise.workloads.controller.latency.estimates import KnobEstimator
-from groupwise.workloads.controller.model.executor import Request
-from groupwise.workloads.controller.policy.decide import Controller, greedy, knobs_of
-from groupwise.workloads.controller.serving.server import Allowance, Server
+from groupwise.workloads.controller.evaluate.report import recalibrate_if_drifted
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
+from groupwise.workloads.controller.model.executor import AnswerRequest
+from groupwise.workloads.controller.policy.decide import Controller, choices_to_knobs, greedy_option
+from groupwise.workloads.controller.serving.server import BudgetLimit, ControllerServer
 from workloads.controller.priced import priced
 from workloads.controller.small import EXECUTOR, SmallConfig, recipe
 from workloads.controller.tiny import OPTIONS
@@ -42,13 +42,13 @@ def workload():
 def test_what_is_served_is_what_was_decided_and_what_the_model_says(workload):
     conditions = workload.held_out
     rows = torch.arange(len(conditions))
-    decided = knobs_of(OPTIONS, workload.controller.decide(conditions, rows, greedy).choices)
+    decided = choices_to_knobs(OPTIONS, workload.controller.decide(conditions, rows, greedy_option).choices)
     for row, question in zip(rows.tolist(), conditions.question_of(rows), strict=True):
         promised = conditions.promised_ms(rows[row : row + 1])[0]
-        allowance = Allowance(float(conditions.budget_ms[row]), float(conditions.budget_share[row]), promised)
-        served = Server(workload.controller).serve(question.sample, allowance)
+        allowance = BudgetLimit(float(conditions.budget_ms[row]), float(conditions.budget_share[row]), promised)
+        served = ControllerServer(workload.controller).serve(question.sample, allowance)
         assert served.knobs == decided[row]
-        (alone,), _ = EXECUTOR.answer([Request(question.sample, served.knobs)])
+        (alone,), _ = EXECUTOR.answer([AnswerRequest(question.sample, served.knobs)])
         assert served.tokens == alone.tokens
         assert min(served.stage_one_ms, served.stage_two_ms) > 0
 
@@ -63,8 +63,8 @@ def test_serving_looks_at_one_tier_and_runs_no_block_twice(workload):
     seen, run = [], EXECUTOR.blocks.run
     EXECUTOR.blocks.run = lambda block, rows, *rest: seen.append((block, len(rows))) or run(block, rows, *rest)
     try:
-        allowance = Allowance(1e9, 1.0, torch.ones(workload.cost.shape))
-        served = Server(workload.controller).serve(question.sample, allowance)
+        allowance = BudgetLimit(1e9, 1.0, torch.ones(workload.cost.shape))
+        served = ControllerServer(workload.controller).serve(question.sample, allowance)
     finally:
         del EXECUTOR.blocks.run
     assert seen == [(block, 1) for block, top_k in enumerate(OPTIONS.path(served.knobs)) if top_k]
@@ -73,21 +73,21 @@ def test_serving_looks_at_one_tier_and_runs_no_block_twice(workload):
 def test_where_nothing_fits_the_cheapest_is_served(workload):
     conditions = workload.held_out
     promised = conditions.promised_ms(torch.tensor([0]))[0]
-    server = Server(workload.controller)
-    served = server.serve(conditions.questions[0].sample, Allowance(0.1, 0.0, promised))
+    server = ControllerServer(workload.controller)
+    served = server.serve(conditions.questions[0].sample, BudgetLimit(0.1, 0.0, promised))
     assert served.knobs == OPTIONS.cheapest
     # Of several that are equally cheap it is the first, as in `Conditions.fits`, whatever the network likes best.
-    alike = server.serve(conditions.questions[0].sample, Allowance(0.1, 0.0, torch.ones_like(promised)))
+    alike = server.serve(conditions.questions[0].sample, BudgetLimit(0.1, 0.0, torch.ones_like(promised)))
     assert alike.choices == (0, 0, 0, 0)
 
 
 def test_imitation_learns_its_labels(workload):
-    training = make_exam(workload, workload.task.questions)
+    training = build_evaluation_set(workload, workload.task.questions)
     before = [weight.clone() for weight in workload.policy.parameters()]
-    learner = imitate(workload, training, steps=60)
+    learner = train_imitation(workload, training, steps=60)
     assert all(torch.equal(old, new) for old, new in zip(before, workload.policy.parameters(), strict=True))
     assert isinstance(learner, Controller)
-    best = labels(training)
+    best = oracle_labels(training)
     right = training.score(best) > 0
     agreed = (controlled(learner, training) == best)[right].double().mean()
     untrained = (controlled(workload.controller, training) == best)[right].double().mean()
@@ -106,7 +106,7 @@ def run_folder(tmp_path_factory):
     return folder
 
 
-SETTINGS = EvalConfig(timed_answers=6, timed_answers_of_others=3, runs_of_singles=1, imitation_steps=10)
+SETTINGS = ControllerEvalConfig(timed_answers=6, timed_answers_of_others=3, runs_of_singles=1, imitation_steps=10)
 
 
 def tiny() -> gw.Config:
@@ -132,12 +132,12 @@ def test_eval_of_a_run_writes_all_that_was_promised(run_folder, evaluated):
     for entry in found["budgets"]:
         assert set(entry) >= METHODS
         for name in METHODS:
-            figures = entry[name]
-            assert 0 <= figures["accuracy"] <= entry["oracle"]["accuracy"] <= 1
-            assert 0 < figures["p50_ms"] <= figures["p95_ms"]
-            low, high = figures["violation_interval"]
-            assert low <= figures["violation_rate"] <= high
-            assert sum(figures["knobs"]["blocks"].values()) == pytest.approx(1)
+            metrics = entry[name]
+            assert 0 <= metrics["accuracy"] <= entry["oracle"]["accuracy"] <= 1
+            assert 0 < metrics["p50_ms"] <= metrics["p95_ms"]
+            low, high = metrics["violation_interval"]
+            assert low <= metrics["violation_rate"] <= high
+            assert sum(metrics["knobs"]["blocks"].values()) == pytest.approx(1)
     means = found["mean_accuracy"]
     assert means["controller"] == pytest.approx(
         sum(entry["controller"]["accuracy"] for entry in found["budgets"]) / len(BUDGETS)
@@ -192,20 +192,20 @@ def test_it_judges_at_the_pace_that_the_machine_has_now():
         for factor in (1 / 300, 300)
     )
     plain = built(eval=replace(SETTINGS, recalibration_answers=60))
-    plain.task = replace(plain.task, estimator=KnobEstimator(fast, OPTIONS))
-    judged, pace = at_the_pace_of_now(plain)
+    plain.task = replace(plain.task, estimator=KnobLatencyEstimator(fast, OPTIONS))
+    judged, pace = recalibrate_if_drifted(plain)
     assert pace > 3
     asked = plain.task.questions[0].prompt_tokens, [OPTIONS.full]
     (before,), (after,) = plain.task.estimator.estimate(*asked), judged.task.estimator.estimate(*asked)
     assert after.total_ms > 3 * before.total_ms
     assert judged.policy is plain.policy
-    plain.task = replace(plain.task, estimator=KnobEstimator(slow, OPTIONS))
-    same, again = at_the_pace_of_now(plain)
+    plain.task = replace(plain.task, estimator=KnobLatencyEstimator(slow, OPTIONS))
+    same, again = recalibrate_if_drifted(plain)
     assert same is plain
     assert 0 < again < 0.2
-    assert at_the_pace_of_now(built())[1] is None
+    assert recalibrate_if_drifted(built())[1] is None
     plain.config = replace(plain.config, eval=replace(SETTINGS, recalibration_answers=0))
-    assert at_the_pace_of_now(plain) == (plain, None)
+    assert recalibrate_if_drifted(plain) == (plain, None)
     with pytest.raises(UserError, match="recalibration_answers is 7: it must be 0, or at least 40"):
         replace(SETTINGS, recalibration_answers=7)
 
@@ -213,4 +213,4 @@ def test_it_judges_at_the_pace_that_the_machine_has_now():
 def test_a_task_without_test_questions_has_no_report(workload):
     plain = built()
     plain.task = replace(plain.task, test=None)
-    assert plain.report() is None
+    assert plain.reporter.final_report() is None

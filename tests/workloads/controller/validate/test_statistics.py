@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from groupwise.workloads.controller.evaluate.metrics import gap_closed, gap_interval, is_noise, wilson
+from groupwise.workloads.controller.evaluate.metrics import gap_closed, gap_interval, interval_too_wide, wilson
 
 
 def test_gap_closed_by_hand():
@@ -40,6 +40,6 @@ def test_the_interval_draws_images_not_questions():
 
 
 def test_a_share_is_noise_when_its_interval_says_nothing():
-    assert is_noise(None)
-    assert is_noise((-4.0, 7.0))
-    assert not is_noise((0.6, 1.1))
+    assert interval_too_wide(None)
+    assert interval_too_wide((-4.0, 7.0))
+    assert not interval_too_wide((0.6, 1.1))

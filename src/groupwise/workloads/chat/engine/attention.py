@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import AttentionInterface
 
-NAME = "groupwise_shared_prompt"
+ATTENTION_NAME = "groupwise_shared_prompt"
 
 
 class Layout(Protocol):
@@ -34,7 +34,7 @@ class Layout(Protocol):
         ...
 
 
-def shared_attention(
+def layout_attention(
     module: Any,
     query: Tensor,
     key: Tensor,
@@ -58,7 +58,7 @@ def shared_attention(
     return layout.attend(module.layer_idx, query, key, value, scale), None
 
 
-AttentionInterface.register(NAME, shared_attention)
+AttentionInterface.register(ATTENTION_NAME, layout_attention)
 
 
 Queries = Float[Tensor, "batch heads queries width"]
@@ -78,7 +78,7 @@ def attend(
     """
     if query.device.type == "cpu":
         return _flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-    return attend_by_products(query, key, value, scale=scale, causal=causal, bias=bias)
+    return attention_eager(query, key, value, scale=scale, causal=causal, bias=bias)
 
 
 def attend_backward(
@@ -96,7 +96,7 @@ def attend_backward(
     return _flash_backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
 
 
-def attend_by_products(
+def attention_eager(
     query: Queries, key: Keys, value: Keys, *, scale: float, causal: bool = False, bias: Tensor | None = None
 ) -> tuple[Queries, LogSumExp]:
     """The same by plain products, in float32 at least."""
@@ -114,6 +114,6 @@ def attend_by_products(
         return ((scores - lse[..., None]).exp() @ value.to(exact)).to(value.dtype), lse
 
 
-def merge(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
+def merge_by_lse(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:
     """Attention over two sets of keys, from attention over each; outputs have one axis more than log-sum-exps."""
     return torch.lerp(first, second, torch.sigmoid(second_lse - first_lse)[..., None].to(first.dtype))

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.workloads.chat.engine.attention import NAME, Layout
-from groupwise.workloads.chat.engine.llama_forward import lean_forward
-from groupwise.workloads.chat.engine.packing import pack
+from groupwise.workloads.chat.engine.attention import ATTENTION_NAME, Layout
+from groupwise.workloads.chat.engine.llama_forward import llama_forward
+from groupwise.workloads.chat.engine.packing import pack_batch
 
-Forward = Callable[[Tensor, Tensor, Layout], Tensor]
+HiddenStatesFn = Callable[[Tensor, Tensor, Layout], Tensor]
 """Hidden states [predicting tokens, width], from ids and positions [batch, tokens] and who sees whom."""
 
 _PROMPTS = ((3, 1, 4), (2, 5))
@@ -21,39 +21,39 @@ _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, tor
 """Largest difference of hidden states, relative to the largest of them."""
 
 
-def share_prompts(causal_lm: Any) -> Forward | str:
+def shared_prefix_forward(causal_lm: Any) -> HiddenStatesFn | str:
     """Set the model up to share prompts; returns how to compute it. Where it cannot, leave it as it is and say why."""
-    reason = _declared_otherwise(causal_lm)
+    reason = _unsupported_reason(causal_lm)
     if reason is not None:
         return reason
     stock = causal_lm.config._attn_implementation
-    plain = _computed_apart(causal_lm)
-    causal_lm.set_attn_implementation(NAME)
-    forward: Forward = OwnForward(causal_lm.base_model)
+    plain = _reference_outputs(causal_lm)
+    causal_lm.set_attn_implementation(ATTENTION_NAME)
+    forward: HiddenStatesFn = StockForward(causal_lm.base_model)
     try:
-        shared, heads = _computed_together(causal_lm, forward)
+        shared, heads = _shared_outputs(causal_lm, forward)
     except (TypeError, RuntimeError, AttributeError, KeyError) as fault:
         causal_lm.set_attn_implementation(stock)
         return f"its layers do not hand a layout on to their attention ({type(fault).__name__}: {fault})"
     for name, together, apart in (("hidden states", shared, plain[0]), ("logits", heads, plain[1])):
-        if not _agree(together, apart):
+        if not _close(together, apart):
             causal_lm.set_attn_implementation(stock)
             return f"its {name} come out differently when a prompt is shared"
     return _lean_if_equal(causal_lm, plain[0]) or forward
 
 
-def _lean_if_equal(causal_lm: Any, plain: Tensor) -> Forward | None:
-    lean = lean_forward(causal_lm.base_model)
+def _lean_if_equal(causal_lm: Any, plain: Tensor) -> HiddenStatesFn | None:
+    lean = llama_forward(causal_lm.base_model)
     if lean is None:
         return None
     try:
-        shared, _ = _computed_together(causal_lm, lean)
+        shared, _ = _shared_outputs(causal_lm, lean)
     except (TypeError, RuntimeError, AttributeError, IndexError):  # of Llama's build by its names only
         return None
-    return lean if _agree(shared, plain) else None
+    return lean if _close(shared, plain) else None
 
 
-class OwnForward:
+class StockForward:
     """The model's own forward, told who sees whom."""
 
     def __init__(self, base_model: Any):
@@ -65,11 +65,11 @@ class OwnForward:
         return hidden if wanted is None else hidden.index_select(0, wanted)
 
 
-def _agree(together: Tensor, apart: Tensor) -> bool:
-    return together.shape == apart.shape and _gap(together, apart) <= _TOLERANCE[apart.dtype]
+def _close(together: Tensor, apart: Tensor) -> bool:
+    return together.shape == apart.shape and _relative_error(together, apart) <= _TOLERANCE[apart.dtype]
 
 
-def _gap(together: Tensor, apart: Tensor) -> float:
+def _relative_error(together: Tensor, apart: Tensor) -> float:
     """Largest difference relative to the largest number. In half precision that of the middle token: a router
     of experts may tip over for some by rounding alone.
     """
@@ -78,7 +78,7 @@ def _gap(together: Tensor, apart: Tensor) -> float:
     return float(by_token.max() if exact else by_token.median())
 
 
-def _declared_otherwise(causal_lm: Any) -> str | None:
+def _unsupported_reason(causal_lm: Any) -> str | None:
     config = causal_lm.config.get_text_config()
     others = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
     windows = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
@@ -94,7 +94,7 @@ def _declared_otherwise(causal_lm: Any) -> str | None:
 
 
 @torch.no_grad()
-def _computed_apart(causal_lm: Any) -> tuple[Tensor, Tensor]:
+def _reference_outputs(causal_lm: Any) -> tuple[Tensor, Tensor]:
     """Hidden states and logits of completions, each run after its own prompt."""
     hidden, logits = [], []
     for prompt, group in zip(_PROMPTS, _COMPLETIONS, strict=True):
@@ -106,8 +106,8 @@ def _computed_apart(causal_lm: Any) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def _computed_together(causal_lm: Any, forward: Forward) -> tuple[Tensor, Tensor]:
+def _shared_outputs(causal_lm: Any, forward: HiddenStatesFn) -> tuple[Tensor, Tensor]:
     """The same by the shared path."""
-    packed = pack(_PROMPTS, _COMPLETIONS, causal_lm.device)
+    packed = pack_batch(_PROMPTS, _COMPLETIONS, causal_lm.device)
     hidden = forward(packed.ids[None], packed.positions[None], packed)[len(_PROMPTS) :]
     return hidden, causal_lm.get_output_embeddings()(hidden)

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import uniform
-from groupwise.workloads.chat.engine.plain import generate_plainly
-from groupwise.workloads.chat.engine.policy import Policy
-from groupwise.workloads.chat.engine.sampler import Completion, Sampling
+from groupwise.workloads.chat.engine.plain import generate_plain
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
+from groupwise.workloads.chat.engine.sampler import Completion, SamplingParams
 from groupwise.workloads.chat.engine.scheduler import Flight
 
 __all__ = ["Completion", "check_prompts", "generate"]
 
 
 def generate(
-    policy: Policy,
+    policy: LanguageModelPolicy,
     prompts: Sequence[Sequence[int]],
     prompt_of_row: Sequence[int],
-    rows: Rows,
-    sampling: Sampling,
+    rows: RolloutRows,
+    sampling: SamplingParams,
     *,
     decode_rows: int | None = None,
 ) -> list[Completion]:
@@ -34,7 +34,7 @@ def generate(
     assert len(prompt_of_row) == len(rows), "a prompt for every row"
     require(decode_rows is None or decode_rows >= 1, "decode_rows", decode_rows, "1 or more, or None for all")
     check_prompts(policy, prompts, sampling)
-    chances = chances_of(rows, sampling.max_new_tokens)
+    chances = token_uniforms(rows, sampling.max_new_tokens)
     if policy.shares_prompts:
         return Flight(policy, prompts, prompt_of_row, chances, sampling, decode_rows or len(rows)).run()
     of_rows = [prompts[nth] for nth in prompt_of_row]
@@ -42,21 +42,25 @@ def generate(
 
 
 def _generate_plainly(
-    policy: Policy, prompts: Sequence[Sequence[int]], chances: Tensor, sampling: Sampling, decode_rows: int
+    policy: LanguageModelPolicy,
+    prompts: Sequence[Sequence[int]],
+    chances: Tensor,
+    sampling: SamplingParams,
+    decode_rows: int,
 ) -> list[Completion]:
     completions: list[Completion] = []
     for start in range(0, len(prompts), decode_rows):
         part = slice(start, start + decode_rows)
-        completions += generate_plainly(policy, prompts[part], chances[part], sampling)
+        completions += generate_plain(policy, prompts[part], chances[part], sampling)
     return completions
 
 
-def chances_of(rows: Rows, tokens: int) -> Tensor:
+def token_uniforms(rows: RolloutRows, tokens: int) -> Tensor:
     """The random number of every token that a row may draw: [rows, tokens], in float64."""
     return uniform(rows.seed, rows.step, rows.group[:, None], rows.member[:, None], torch.arange(tokens))
 
 
-def check_prompts(policy: Policy, prompts: Sequence[Sequence[int]], sampling: Sampling) -> None:
+def check_prompts(policy: LanguageModelPolicy, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> None:
     """Refuse what the model cannot complete; nothing is cut short in silence."""
     vocabulary, longest = policy.causal_lm.config.vocab_size, policy.longest
     for nth, prompt in enumerate(prompts):

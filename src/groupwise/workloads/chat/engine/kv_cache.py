@@ -8,12 +8,12 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.attention import attend, merge
+from groupwise.workloads.chat.engine.attention import attend, merge_by_lse
 
-_FIRST_PLACES = 32  # of a row's own cache; doubled when they are full
+_INITIAL_CAPACITY = 32  # of a row's own cache; doubled when they are full
 
 
-class OwnCache:
+class RowKVCache:
     """Keys and values of the tokens that rows drew, [seats, key heads, places, width] in each layer."""
 
     def __init__(self, seats: int, most_places: int, device: torch.device):
@@ -48,7 +48,7 @@ class OwnCache:
         stored = self.layers.get(layer)
         if stored is not None and stored[0].shape[2] >= used:
             return stored
-        places = min(self.most_places, max(_FIRST_PLACES, 2 * used if stored else used))
+        places = min(self.most_places, max(_INITIAL_CAPACITY, 2 * used if stored else used))
         grown = []
         for nth, each in enumerate(new):
             cache = each.new_zeros(self.seats, each.shape[1], places, each.shape[3])
@@ -59,7 +59,7 @@ class OwnCache:
         return self.layers[layer]
 
 
-class PromptCache:
+class PromptKVCache:
     """Keys and values of the prompts in flight, each once: [prompts, key heads, longest, width] in each layer."""
 
     def __init__(self) -> None:
@@ -98,15 +98,15 @@ def _stacked(pieces: Sequence[Tensor]) -> Tensor:
     return stacked
 
 
-class Decoding:
+class DecodeLayout:
     """The layout of decoding steps while nobody comes or goes: who sits where, and which prompt each row follows."""
 
     predicting = None  # every row's token
 
-    def __init__(self, own: OwnCache, prompts: PromptCache, prompt_of_seat: Sequence[int], device: torch.device):
+    def __init__(self, own: RowKVCache, prompts: PromptKVCache, prompt_of_seat: Sequence[int], device: torch.device):
         self.own, self.prompts = own, prompts
         self.device = device
-        self.table, self.back = _seats_by_prompt(prompts.numbers, prompt_of_seat, device)
+        self.table, self.back = _slots_by_prompt(prompts.numbers, prompt_of_seat, device)
         self.used = 0
         self.places: Tensor | None = None
         self.bias: Tensor | None = None
@@ -127,7 +127,7 @@ class Decoding:
         folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share keys become queries of one head
         keys, values = self.own.write(layer, self.places, (key, value), self.used)
         own = attend(folded, keys, values, scale=scale, bias=self.bias)
-        return merge(*self._attend_prompts(layer, folded, scale), *own).reshape(rows, 1, heads, width)
+        return merge_by_lse(*self._attend_prompts(layer, folded, scale), *own).reshape(rows, 1, heads, width)
 
     def _attend_prompts(self, layer: int, folded: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """The queries of a prompt's rows stand together, so its keys are read once for all of them."""
@@ -144,7 +144,7 @@ class Decoding:
         return out.flatten(0, 1)[self.back], lse.flatten(0, 1)[self.back]
 
 
-def _seats_by_prompt(
+def _slots_by_prompt(
     numbers: Sequence[int], prompt_of_seat: Sequence[int], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
     """Seats as a flat table [prompts, most members] (a shorter line repeats its first seat), and where each one is.

@@ -2,7 +2,8 @@
 
 A decoding step is so little arithmetic that the calls around it cost more: in Python here, as launches on a GPU. In
 training, norms and rotary positions by their own gradients move less memory. Modules, weights and adapters are the
-model's, the result is the same to rounding, and `share_prompts` compares it with the model's own forward before use.
+model's, the result is the same to rounding, and `shared_prefix_forward` compares it with the model's own
+forward before use.
 The small operators of a transformer layer, each with its gradient by hand: fewer passes over memory, less kept.
 
 Norm: y = w x r with r = 1 / sqrt(mean(x^2) + eps), n = x r; then dx = r (h - n mean(h n)) with h = w dy, dw = sum dy n.
@@ -19,35 +20,35 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.workloads.chat.engine.attention import Layout, shared_attention
+from groupwise.workloads.chat.engine.attention import Layout, layout_attention
 
 Values = Float[Tensor, "*batch width"]
 Rotation = tuple[Float[Tensor, "batch tokens 1 width"], Float[Tensor, "batch tokens 1 width"]]
 """Cosine, and sine with a minus in its first half."""
 
 
-def normalised(values: Values, weight: Float[Tensor, " width"], epsilon: float) -> Values:
+def rms_norm(values: Values, weight: Float[Tensor, " width"], epsilon: float) -> Values:
     """Root mean square norm, in float32 as transformers computes it."""
     if torch.is_grad_enabled():
-        found: Tensor = _Normalised.apply(values, weight, epsilon)
+        found: Tensor = _RMSNorm.apply(values, weight, epsilon)
         return found
     if values.dtype == weight.dtype == torch.float32:
         return torch.rms_norm(values, weight.shape, weight, epsilon)
     return _times_weight(values, _inverse_root(values, epsilon), weight)
 
 
-def rotation(cos: Float[Tensor, "batch tokens width"], sin: Float[Tensor, "batch tokens width"]) -> Rotation:
+def rotary_tables(cos: Float[Tensor, "batch tokens width"], sin: Float[Tensor, "batch tokens width"]) -> Rotation:
     """transformers' rotary positions, ready for all heads of all layers."""
     first, second = sin.chunk(2, -1)
     return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
 
 
-def rotated(values: Float[Tensor, "batch tokens heads width"], turn: Rotation) -> Tensor:
+def apply_rotary(values: Float[Tensor, "batch tokens heads width"], turn: Rotation) -> Tensor:
     """Queries or keys turned by their positions."""
     if torch.is_grad_enabled():
-        found: Tensor = _Rotated.apply(values, *turn)
+        found: Tensor = _Rotary.apply(values, *turn)
         return found
-    return _turned(values, *turn)
+    return _rotate(values, *turn)
 
 
 def _inverse_root(values: Values, epsilon: float) -> Tensor:
@@ -58,7 +59,7 @@ def _times_weight(values: Values, inverse_root: Tensor, weight: Tensor) -> Tenso
     return weight * (values.to(torch.float32) * inverse_root).to(values.dtype)
 
 
-def _turned(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(values * cos, _swapped(values), sin)
 
 
@@ -67,7 +68,7 @@ def _swapped(values: Tensor) -> Tensor:
     return torch.cat((second, first), -1)
 
 
-class _Normalised(torch.autograd.Function):
+class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         inverse_root = _inverse_root(values, epsilon)
@@ -86,12 +87,12 @@ class _Normalised(torch.autograd.Function):
         return by_values, by_weight, None
 
 
-class _Rotated(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
         ctx.dtype = values.dtype
-        return _turned(values, cos, sin)
+        return _rotate(values, cos, sin)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -107,7 +108,7 @@ _HEAD_NORMS = {"q_norm", "k_norm"}
 _GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
-class LeanForward:
+class LlamaForward:
     """Hidden states of a base model; called like `Policy.hidden`."""
 
     def __init__(self, base_model: Any):
@@ -116,7 +117,7 @@ class LeanForward:
 
     def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         hidden = self.model.embed_tokens(ids)
-        turn = rotation(*self.model.rotary_emb(hidden, position_ids=positions))
+        turn = rotary_tables(*self.model.rotary_emb(hidden, position_ids=positions))
         hidden = hidden.flatten(0, 1)  # products of matrices need no thought about further axes
         for layer in self.layers:
             wanted = layout.predicting if layer is self.layers[-1] else None
@@ -150,7 +151,7 @@ class _Layer:
         hidden = hidden + _linear(self.out, attended)
         normed = _norm(self.after, hidden)
         if self.gate is not None:
-            return hidden + _gated(*self.gate, normed)
+            return hidden + _gated_mlp(*self.gate, normed)
         return hidden + self.mlp(normed[None])[0]
 
     def _attended(self, normed: Tensor, turn: Rotation, layout: Layout) -> Tensor:
@@ -159,24 +160,24 @@ class _Layer:
         if self.head_norms[0] is not None:
             query, key = _norm(self.head_norms[0], query), _norm(self.head_norms[1], key)
         query, key, value = (
-            rotated(query, turn).transpose(1, 2),
-            rotated(key, turn).transpose(1, 2),
+            apply_rotary(query, turn).transpose(1, 2),
+            apply_rotary(key, turn).transpose(1, 2),
             value.transpose(1, 2),
         )
-        seen, _ = shared_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
+        seen, _ = layout_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
         return seen.flatten(2).flatten(0, 1)
 
 
-def lean_forward(base_model: Any) -> LeanForward | None:
+def llama_forward(base_model: Any) -> LlamaForward | None:
     """The lean forward of a model that is built so; None for others. Whether it computes the same is still to check."""
     if _children(base_model) != _MODEL:
         return None
     if any(_has_hooks(module) for module in base_model.modules() if module is not base_model.embed_tokens):
         return None
-    return LeanForward(base_model) if all(map(_is_of_the_build, base_model.layers)) else None
+    return LlamaForward(base_model) if all(map(_is_llama_layer, base_model.layers)) else None
 
 
-def _is_of_the_build(layer: Any) -> bool:
+def _is_llama_layer(layer: Any) -> bool:
     if _children(layer) != _LAYER or _children(layer.self_attn) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
         return False
     head_norms = [getattr(layer.self_attn, name) for name in _HEAD_NORMS & _children(layer.self_attn)]
@@ -204,10 +205,10 @@ def _linear(module: Any, values: Tensor) -> Tensor:
     return found
 
 
-def _gated(gate: Any, activation: Any, up: Any, down: Any, values: Tensor) -> Tensor:
+def _gated_mlp(gate: Any, activation: Any, up: Any, down: Any, values: Tensor) -> Tensor:
     opened, raised = activation(_linear(gate, values)), _linear(up, values)
     return _linear(down, opened * raised if torch.is_grad_enabled() else opened.mul_(raised))
 
 
 def _norm(module: Any, values: Tensor) -> Tensor:
-    return normalised(values, module._parameters["weight"], module.variance_epsilon)
+    return rms_norm(values, module._parameters["weight"], module.variance_epsilon)

@@ -15,15 +15,15 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.sampler import IMPOSSIBLE, only_kept
+from groupwise.workloads.chat.engine.sampler import MASKED_LOGIT, mask_to_candidates
 
-CHUNK_NUMBERS = 1 << 21
+LOGITS_PER_CHUNK = 1 << 21
 """Logits that are held at a time."""
 _FEWEST_TOKENS = 64  # below, matrix products are no longer fast
 
 
 @dataclass(frozen=True)
-class Head:
+class OutputHead:
     """The last linear layer of a language model."""
 
     weight: Float[Tensor, "vocabulary width"]
@@ -31,10 +31,10 @@ class Head:
     dtype: torch.dtype
     """What its products are computed in."""
 
-    def rounded(self) -> Head:
+    def rounded(self) -> OutputHead:
         """With weights in the dtype of its products: made once, for many calls."""
         bias = None if self.bias is None else self.bias.to(self.dtype)
-        return Head(self.weight.to(self.dtype), bias, self.dtype)
+        return OutputHead(self.weight.to(self.dtype), bias, self.dtype)
 
     def logits(self, hidden: Float[Tensor, "tokens width"]) -> Float[Tensor, "tokens vocabulary"]:
         """All of them: for few tokens only."""
@@ -42,28 +42,28 @@ class Head:
         return torch.nn.functional.linear(hidden.to(self.dtype), self.weight.to(self.dtype), bias)
 
 
-def token_logps(
-    head: Head,
+def token_logprobs(
+    head: OutputHead,
     hidden: Float[Tensor, "tokens width"],
     ids: Int64[Tensor, " tokens"],
     kept: Int64[Tensor, " tokens"] | None,
     temperature: float,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Log-probability of each token and entropy of its distribution, with gradients."""
-    job = _Job(ids, kept, temperature, head.dtype)
-    logps, entropies = _TokenLogps.apply(hidden, head.weight, head.bias, job)
+    job = _HeadInputs(ids, kept, temperature, head.dtype)
+    logps, entropies = _TokenLogprobs.apply(hidden, head.weight, head.bias, job)
     return logps, entropies
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
+class _HeadInputs:
     ids: Tensor
     kept: Tensor | None
     temperature: float
     dtype: torch.dtype
 
     def chunks(self, vocabulary: int) -> Iterator[slice]:
-        size = max(_FEWEST_TOKENS, CHUNK_NUMBERS // vocabulary)
+        size = max(_FEWEST_TOKENS, LOGITS_PER_CHUNK // vocabulary)
         for start in range(0, len(self.ids), size):
             yield slice(start, min(start + size, len(self.ids)))
 
@@ -75,16 +75,18 @@ class _Job:
             scaled += bias
         if self.temperature != 1:
             scaled /= self.temperature
-        return scaled if self.kept is None else only_kept(scaled, self.kept[tokens], self.ids[tokens])
+        return scaled if self.kept is None else mask_to_candidates(scaled, self.kept[tokens], self.ids[tokens])
 
 
-class _TokenLogps(torch.autograd.Function):
+class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _HeadInputs
+    ) -> tuple[Tensor, Tensor]:
         with torch.autocast(hidden.device.type, enabled=False):
             rounded = weight.to(job.dtype)
             found = [
-                _of_chunk(job.scaled(hidden, rounded, bias, part), job.ids[part], all_kept=job.kept is None)
+                _chunk_logprobs(job.scaled(hidden, rounded, bias, part), job.ids[part], all_kept=job.kept is None)
                 for part in job.chunks(len(weight))
             ]
         logps, lse, entropy = (torch.cat(column) for column in zip(*found, strict=True))
@@ -95,7 +97,7 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, lse, entropy = ctx.saved_tensors
-        sums = _Sums(hidden, weight, bias, ctx.job, ctx.needs_input_grad[1])
+        sums = _HeadGradients(hidden, weight, bias, ctx.job, ctx.needs_input_grad[1])
         by_logp, by_entropy = grads
         spread = bool(by_entropy.any())
         for part in ctx.job.chunks(len(weight)):
@@ -105,21 +107,21 @@ class _TokenLogps(torch.autograd.Function):
         return sums.hidden, sums.weight, sums.bias, None
 
 
-def _of_chunk(scaled: Tensor, ids: Tensor, *, all_kept: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _chunk_logprobs(scaled: Tensor, ids: Tensor, *, all_kept: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of the tokens, log-sum-exp, entropy."""
     highest = scaled.amax(-1, keepdim=True)
     weights = (scaled - highest).exp_()
     total = weights.sum(-1)
     lse = highest[:, 0] + total.log()
-    finite = scaled if all_kept else scaled.clamp(min=IMPOSSIBLE)
+    finite = scaled if all_kept else scaled.clamp(min=MASKED_LOGIT)
     entropy = lse - torch.linalg.vecdot(weights, finite) / total
     return scaled.gather(1, ids[:, None])[:, 0] - lse, lse, entropy
 
 
-class _Sums:
+class _HeadGradients:
     """The gradients, chunk by chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _Job, trained: bool):
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, job: _HeadInputs, trained: bool):
         self.source, self.rounded, self.job, self.offset = hidden, weight.to(job.dtype), job, bias
         self.hidden = torch.zeros_like(hidden)
         exact = torch.promote_types(weight.dtype, torch.float32)
@@ -136,7 +138,7 @@ class _Sums:
         if by_entropy is None:
             push, factor = log_p.exp_(), pull
         else:
-            spread = by_entropy[:, None] / job.temperature * (log_p.clamp(min=IMPOSSIBLE) + entropy[:, None])
+            spread = by_entropy[:, None] / job.temperature * (log_p.clamp(min=MASKED_LOGIT) + entropy[:, None])
             push, factor = (spread + pull).mul_(log_p.exp_()), torch.ones_like(pull)
         push = push.to(job.dtype)
         self.hidden[tokens] = (pull * self.rounded[ids] - factor * (push @ self.rounded)).to(self.hidden.dtype)

@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.attention import attend, attend_backward, merge
+from groupwise.workloads.chat.engine.attention import attend, attend_backward, merge_by_lse
 
 ByToken = Shaped[Tensor, "tokens ..."]
 ByRow = Shaped[Tensor, "rows ..."]
 
 
 @dataclass(frozen=True, eq=False)
-class OwnTokens:
+class CompletionTable:
     """Numbers of tokens as a table with one line a completion. A shorter line repeats its last token: as a query that
     has no gradient it moves nothing, and as a key only such queries see it.
     """
@@ -56,7 +56,7 @@ class OwnTokens:
         return zeros.unflatten(0, self.table.shape)
 
 
-def own_tokens(starts: Tensor, lengths: Tensor, device: torch.device) -> list[OwnTokens]:
+def completion_tables(starts: Tensor, lengths: Tensor, device: torch.device) -> list[CompletionTable]:
     """Lines whose lengths have equally many binary digits share a table, so at most half of it are repeats."""
     digits = torch.tensor([int(length).bit_length() for length in lengths])
     return [
@@ -64,7 +64,7 @@ def own_tokens(starts: Tensor, lengths: Tensor, device: torch.device) -> list[Ow
     ]
 
 
-def _table(starts: Tensor, lengths: Tensor, device: torch.device) -> OwnTokens:
+def _table(starts: Tensor, lengths: Tensor, device: torch.device) -> CompletionTable:
     places = torch.arange(int(lengths.max()))
     table = starts[:, None] + torch.minimum(places, lengths[:, None] - 1)
     real = (places < lengths[:, None]).flatten().nonzero().flatten()
@@ -72,21 +72,21 @@ def _table(starts: Tensor, lengths: Tensor, device: torch.device) -> OwnTokens:
     first, count = int(tokens[0]), len(tokens)
     all_real = count == table.numel()
     if all_real and torch.equal(tokens, torch.arange(first, first + count)):
-        return OwnTokens(table.to(device), slice(first, first + count), None)
-    return OwnTokens(table.to(device), tokens.to(device), None if all_real else real.to(device))
+        return CompletionTable(table.to(device), slice(first, first + count), None)
+    return CompletionTable(table.to(device), tokens.to(device), None if all_real else real.to(device))
 
 
 TokensByHead = Float[Tensor, "tokens heads width"]
 ByHead = Float[Tensor, "1 heads tokens width"]
 
 
-def attend_by_parts(query: ByHead, key: ByHead, value: ByHead, packed: Packed, scale: float) -> Tensor:
+def packed_attention_flash(query: ByHead, key: ByHead, value: ByHead, packed: PackedBatch, scale: float) -> Tensor:
     """Prompts causally, completions to their prompt, completions within themselves: merged by log-sum-exp."""
-    out: Tensor = _Parts.apply(*(each[0].transpose(0, 1) for each in (query, key, value)), packed, scale)
+    out: Tensor = _PackedAttention.apply(*(each[0].transpose(0, 1) for each in (query, key, value)), packed, scale)
     return out[None]
 
 
-def attend_by_blocks(query: ByHead, key: ByHead, value: ByHead, block_mask: Any, scale: float) -> Tensor:
+def packed_attention_flex(query: ByHead, key: ByHead, value: ByHead, block_mask: Any, scale: float) -> Tensor:
     """The same by flex attention, which leaves out the blocks in which nobody sees anybody."""
     out: Tensor = _flex(query.device.type)(
         query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -101,10 +101,10 @@ def _flex(device_type: str) -> Any:
     return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
 
 
-class _Parts(torch.autograd.Function):
+class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: TokensByHead, key: TokensByHead, value: TokensByHead, packed: Packed, scale: float
+        ctx: Any, query: TokensByHead, key: TokensByHead, value: TokensByHead, packed: PackedBatch, scale: float
     ) -> TokensByHead:
         out = query.new_empty(query.shape)
         lse = out.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
@@ -117,7 +117,7 @@ class _Parts(torch.autograd.Function):
             parts = (own.take(each).transpose(1, 2) for each in (query, key, value))
             found, found_lse = (own.once(each.transpose(1, 2)) for each in attend(*parts, scale=scale, causal=True))
             before, before_lse = out[own.where], lse[own.where]
-            out[own.where] = merge(before, before_lse, found, found_lse)
+            out[own.where] = merge_by_lse(before, before_lse, found, found_lse)
             lse[own.where] = torch.logaddexp(before_lse, found_lse)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.packed, ctx.scale = packed, scale
@@ -146,7 +146,7 @@ class _Parts(torch.autograd.Function):
         return by_query, by_key, by_value, None, None
 
 
-def _shared_parts(packed: Packed) -> Iterator[tuple[slice, slice, bool]]:
+def _shared_parts(packed: PackedBatch) -> Iterator[tuple[slice, slice, bool]]:
     """(the prompt that is seen, those who see it, whether each sees only what is before it)."""
     for prompt, tail in zip(packed.prompts, packed.tails, strict=True):
         yield prompt, prompt, True
@@ -158,23 +158,23 @@ def _heads(values: TokensByHead) -> ByHead:
     return values.transpose(0, 1)[None]
 
 
-KeysAndValues = dict[int, tuple[Tensor, Tensor]]
+KVByLayer = dict[int, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedBatch:
     """[prompt 0, prompt 1, ..., completions of prompt 0, of prompt 1, ...] as one sequence."""
 
     prompts: Sequence[slice]
     tails: Sequence[slice]
     """The tokens of each prompt's completions, in the prompts' order."""
-    own: Sequence[OwnTokens]
+    own: Sequence[CompletionTable]
     ids: Int64[Tensor, " tokens"]
     positions: Int64[Tensor, " tokens"]
     group: Int64[Tensor, " tokens"]
     row: Int64[Tensor, " tokens"]
     """Number of the completion, or -1 in a prompt."""
-    keep: KeysAndValues | None = None
+    keep: KVByLayer | None = None
     """Where to leave the keys and values of each layer, if anywhere."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
@@ -182,8 +182,8 @@ class Packed:
         if self.keep is not None:
             self.keep[layer] = (key[0], value[0])
         if query.device.type == "cpu":
-            return attend_by_parts(query, key, value, self, scale)
-        return attend_by_blocks(query, key, value, self.block_mask, scale)
+            return packed_attention_flash(query, key, value, self, scale)
+        return packed_attention_flex(query, key, value, self.block_mask, scale)
 
     @cached_property
     def predicting(self) -> Int64[Tensor, " predicting"]:
@@ -206,12 +206,12 @@ class Packed:
         return create_block_mask(sees, None, None, tokens, tokens, device=str(self.ids.device), _compile=compiled)
 
 
-def pack(
+def pack_batch(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[Sequence[int]]],
     device: torch.device,
-    keep: KeysAndValues | None = None,
-) -> Packed:
+    keep: KVByLayer | None = None,
+) -> PackedBatch:
     """completions[g] are those of prompts[g]; an empty one takes no place."""
     members = [len(group) for group in completions]
     segments = [*prompts, *(ids for group in completions for ids in group)]
@@ -226,10 +226,10 @@ def pack(
 
     places = torch.arange(int(sizes.sum())) - starts.repeat_interleave(sizes)
     slices = _neighbours([*map(len, prompts), *(sum(map(len, group)) for group in completions)])
-    return Packed(
+    return PackedBatch(
         prompts=slices[: len(prompts)],
         tails=slices[len(prompts) :],
-        own=own_tokens(starts[len(prompts) :], sizes[len(prompts) :], device),
+        own=completion_tables(starts[len(prompts) :], sizes[len(prompts) :], device),
         ids=torch.tensor([token for ids in segments for token in ids], device=device),
         positions=places.to(device) + spread(firsts),
         group=spread(groups),

@@ -10,22 +10,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.policy import Policy
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
 from groupwise.workloads.chat.engine.sampler import (
-    IMPOSSIBLE,
+    MASKED_LOGIT,
     Completion,
-    Drawn,
-    Sampling,
-    draw,
-    only_kept,
+    SampledTokens,
+    SamplingParams,
+    mask_to_candidates,
+    sample_tokens,
     scaled_logits,
 )
 
 TokenLogps = tuple[list[Tensor], list[Tensor]]
 
 
-def generate_plainly(
-    policy: Policy, prompts: Sequence[Sequence[int]], chances: Tensor, sampling: Sampling
+def generate_plain(
+    policy: LanguageModelPolicy, prompts: Sequence[Sequence[int]], chances: Tensor, sampling: SamplingParams
 ) -> list[Completion]:
     """A completion for every row; rows of different prompts run apart, so that none is padded."""
     found: dict[int, Completion] = {}
@@ -35,28 +35,30 @@ def generate_plainly(
     return [found[row] for row in range(len(prompts))]
 
 
-def _generate_group(policy: Policy, prompt: Sequence[int], chances: Tensor, sampling: Sampling) -> list[Completion]:
+def _generate_group(
+    policy: LanguageModelPolicy, prompt: Sequence[int], chances: Tensor, sampling: SamplingParams
+) -> list[Completion]:
     stops = torch.tensor(sampling.stop_ids, dtype=torch.int64, device=policy.device)
     ids = torch.tensor(prompt, device=policy.device).expand(len(chances), -1)
-    taken: list[Drawn] = []
+    taken: list[SampledTokens] = []
     cache, alive = None, torch.ones(len(chances), dtype=torch.bool, device=policy.device)
     with policy.sampling():
         while alive.any() and len(taken) < sampling.max_new_tokens:
             output = policy(ids, past_key_values=cache, use_cache=True)
-            drawn = draw(output.logits[:, -1], chances[:, len(taken)].to(policy.device), sampling)
+            drawn = sample_tokens(output.logits[:, -1], chances[:, len(taken)].to(policy.device), sampling)
             taken.append(drawn)
             alive = alive & ~torch.isin(drawn.ids, stops)
             cache, ids = output.past_key_values, drawn.ids[:, None]
     ids_of_rows = torch.stack([drawn.ids for drawn in taken], 1).tolist()
-    figures = [torch.stack([getattr(drawn, name) for drawn in taken], 1).cpu() for name in ("logp", "entropy")]
+    metrics = [torch.stack([getattr(drawn, name) for drawn in taken], 1).cpu() for name in ("logp", "entropy")]
     counts = [drawn.kept for drawn in taken if drawn.kept is not None]
     kept = torch.stack(counts, 1).cpu() if counts else [None] * len(chances)
-    rows = zip(ids_of_rows, *figures, kept, strict=True)
+    rows = zip(ids_of_rows, *metrics, kept, strict=True)
     return [_completion(ids, logps, entropies, count, sampling) for ids, logps, entropies, count in rows]
 
 
 def _completion(
-    ids: Sequence[int], logps: Tensor, entropies: Tensor, kept: Tensor | None, sampling: Sampling
+    ids: Sequence[int], logps: Tensor, entropies: Tensor, kept: Tensor | None, sampling: SamplingParams
 ) -> Completion:
     """A row up to its first stop token."""
     stop = next((place for place, token in enumerate(ids) if token in sampling.stop_ids), None)
@@ -66,8 +68,11 @@ def _completion(
     return Completion(tuple(ids[:length]), *own, stopped=stop is not None, kept=counts)
 
 
-def score_plainly(
-    policy: Policy, prompts: Sequence[Sequence[int]], completions: Sequence[Completion], sampling: Sampling
+def score_plain(
+    policy: LanguageModelPolicy,
+    prompts: Sequence[Sequence[int]],
+    completions: Sequence[Completion],
+    sampling: SamplingParams,
 ) -> TokenLogps:
     """Log-probabilities and entropies of every row's tokens, one row at a time, with gradient."""
     logps, entropies = [], []
@@ -76,10 +81,10 @@ def score_plainly(
         logits = policy(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         scaled, taken = scaled_logits(logits, sampling), ids[0, len(prompt) :]
         if completion.kept is not None:
-            scaled = only_kept(scaled, completion.kept.to(policy.device), taken)
+            scaled = mask_to_candidates(scaled, completion.kept.to(policy.device), taken)
         logp = scaled.log_softmax(-1)
         logps.append(logp.gather(1, taken[:, None])[:, 0])
-        entropies.append(-(logp.exp() * logp.clamp(min=IMPOSSIBLE)).sum(-1))
+        entropies.append(-(logp.exp() * logp.clamp(min=MASKED_LOGIT)).sum(-1))
     return logps, entropies
 
 

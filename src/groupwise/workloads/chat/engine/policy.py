@@ -15,14 +15,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.core.errors import UserError
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.chat.engine.attention import Layout
-from groupwise.workloads.chat.engine.forward import Forward, share_prompts
-from groupwise.workloads.chat.engine.logprobs import Head
-from groupwise.workloads.hub import fetched, model_source
+from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
+from groupwise.workloads.chat.engine.logprobs import OutputHead
+from groupwise.workloads.hub import load_from_hub, resolve_model
 
-__all__ = ["Policy", "PolicyConfig", "load_policy", "make_policy"]
+__all__ = ["LanguageModelPolicy", "PolicyConfig", "load_policy", "make_policy"]
 
 
-class Policy(nn.Module):
+class LanguageModelPolicy(nn.Module):
     """A causal language model that is sampled and trained. Dropout is off for good: the ratio would not be 1."""
 
     def __init__(self, model: Any, config: PolicyConfig, frozen_copy: Any = None):
@@ -32,7 +32,7 @@ class Policy(nn.Module):
         self.config = config
         self._reference = (frozen_copy,)  # in a tuple: it is no part of what is trained and saved
         self._active = (self._causal_lm(),)
-        self._forwards: tuple[Forward, ...] = ()
+        self._forwards: tuple[HiddenStatesFn, ...] = ()
         """How to compute the policy, and its frozen copy, where they share prompts."""
         self.why_plain = self._choose_path()
         """Why prompts are not shared; None where they are."""
@@ -47,10 +47,10 @@ class Policy(nn.Module):
         return self.why_plain is None
 
     @property
-    def head(self) -> Head:
+    def head(self) -> OutputHead:
         """The layer that turns hidden states into logits."""
         layer, computed_in = self.causal_lm.get_output_embeddings(), getattr(torch, self.config.dtype)
-        return Head(layer.weight, layer.bias, computed_in)
+        return OutputHead(layer.weight, layer.bias, computed_in)
 
     def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """Hidden states before the head, [predicting tokens, width], of ids and positions [batch, tokens]."""
@@ -105,7 +105,7 @@ class Policy(nn.Module):
         """Products in bfloat16, where the policy is to compute in it."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
-    def train(self, mode: bool = True) -> Policy:
+    def train(self, mode: bool = True) -> LanguageModelPolicy:
         """Training and sampling see the same function, so modules stay in evaluation mode always."""
         super().train(False)
         self._keep_layer_inputs_only(self.config.gradient_checkpointing)
@@ -121,7 +121,7 @@ class Policy(nn.Module):
         if self.config.path == "plain":
             return "it was asked for (policy.path is 'plain')"
         for model in (self.causal_lm, *(each for each in self._reference if each is not None)):
-            forward = share_prompts(model)
+            forward = shared_prefix_forward(model)
             if isinstance(forward, str):
                 return self._take_plain(forward)
             self._forwards = (*self._forwards, forward)
@@ -143,13 +143,13 @@ class Policy(nn.Module):
         return self.causal_lm(input_ids=ids, **kwargs)
 
 
-def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Policy:
+def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> LanguageModelPolicy:
     """The model in a folder, or the one of that name on the hub, ready to be sampled and trained."""
     source = _source(config.model)
     load = transformers.AutoModelForCausalLM.from_pretrained
-    model, info = fetched(
+    model, info = load_from_hub(
         source,
-        lambda: load(source, dtype=_kept_dtype(config), output_loading_info=True),
+        lambda: load(source, dtype=_weight_dtype(config), output_loading_info=True),
         called=f"policy.model is {source!r}, which",
     )
     missing = sorted(info["missing_keys"])
@@ -161,7 +161,7 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Pol
     return make_policy(model.to(device), config)
 
 
-def make_policy(model: Any, config: PolicyConfig) -> Policy:
+def make_policy(model: Any, config: PolicyConfig) -> LanguageModelPolicy:
     """A policy of a transformers model that is in memory already; the model is changed (frozen, adapted)."""
     model.eval()
     if config.dtype == "float64" and model._can_set_experts_implementation():
@@ -171,12 +171,12 @@ def make_policy(model: Any, config: PolicyConfig) -> Policy:
     frozen_copy = copy.deepcopy(model).requires_grad_(False) if config.reference == "copy" else None
     if config.lora_rank is not None:
         model = _with_adapter(model.requires_grad_(False), config)
-    policy = Policy(model, config, frozen_copy)
+    policy = LanguageModelPolicy(model, config, frozen_copy)
     policy.train()
     return policy
 
 
-def _kept_dtype(config: PolicyConfig) -> torch.dtype:
+def _weight_dtype(config: PolicyConfig) -> torch.dtype:
     """Weights that are trained are not kept in bfloat16: small updates would be rounded away."""
     trained_in_full = config.lora_rank is None
     return torch.float32 if config.dtype == "bfloat16" and trained_in_full else getattr(torch, config.dtype)
@@ -203,7 +203,7 @@ def _with_adapter(model: Any, config: PolicyConfig) -> Any:
 def _source(name: str) -> str:
     if not name:
         raise UserError("policy.model is empty: name a folder made by save_pretrained(), or a model on the hub.")
-    return model_source(
+    return resolve_model(
         name,
         no_folder=f"policy.model is {name!r}: there is no such folder. Name one that is there, or one on the hub.",
         no_model=f"policy.model is {name!r}: that folder holds no config.json, so no model.",

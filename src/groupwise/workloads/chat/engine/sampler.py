@@ -14,18 +14,26 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
-from groupwise.workloads.chat.config import Sampling
+from groupwise.workloads.chat.config import SamplingParams
 
-__all__ = ["IMPOSSIBLE", "Drawn", "Sampling", "draw", "kept_tokens", "only_kept", "scaled_logits"]
+__all__ = [
+    "MASKED_LOGIT",
+    "SampledTokens",
+    "SamplingParams",
+    "count_candidates",
+    "mask_to_candidates",
+    "sample_tokens",
+    "scaled_logits",
+]
 
-IMPOSSIBLE = -1e4
+MASKED_LOGIT = -1e4
 """Stands for log 0 where it is multiplied by a probability of 0."""
 Logits = Float[Tensor, "rows vocabulary"]
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """One token a row, and of its distribution what the figures are made of: for many draws at once, when asked."""
+class SampledTokens:
+    """One token a row, and of its distribution what the metrics are made of: for many draws at once, when asked."""
 
     ids: Int64[Tensor, " rows"]
     taken: Float[Tensor, " rows"]
@@ -48,29 +56,29 @@ class Drawn:
         return self.highest + self.total.log() - self.weighted / self.total
 
     @staticmethod
-    def joined(parts: Sequence[Drawn]) -> Drawn:
+    def joined(parts: Sequence[SampledTokens]) -> SampledTokens:
         """One after another."""
         counts = [part.kept for part in parts if part.kept is not None]
         names = ("ids", "taken", "highest", "total", "weighted")
         columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
-        return Drawn(**columns, kept=torch.cat(counts) if counts else None)
+        return SampledTokens(**columns, kept=torch.cat(counts) if counts else None)
 
 
-def draw(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) -> Drawn:
+def sample_tokens(logits: Logits, chances: Float[Tensor, " rows"], sampling: SamplingParams) -> SampledTokens:
     """The token at which the distribution function passes `chances` (in [0, 1))."""
     if sampling.temperature == 0:
-        return _likeliest(logits)
+        return _greedy(logits)
     if not torch.is_autocast_enabled(logits.device.type):
-        return _drawn(logits, chances, sampling)
+        return _sample(logits, chances, sampling)
     with torch.autocast(logits.device.type, enabled=False):
-        return _drawn(logits, chances, sampling)
+        return _sample(logits, chances, sampling)
 
 
-def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) -> Drawn:
+def _sample(logits: Logits, chances: Float[Tensor, " rows"], sampling: SamplingParams) -> SampledTokens:
     scaled = scaled_logits(logits, sampling)
-    kept = kept_tokens(scaled, sampling)
+    kept = count_candidates(scaled, sampling)
     if kept is not None:
-        scaled = only_kept(scaled, kept)
+        scaled = mask_to_candidates(scaled, kept)
     highest = scaled.amax(-1, keepdim=True)
     weights = (scaled - highest).exp_()
     reached = weights.cumsum(-1)
@@ -79,18 +87,18 @@ def _drawn(logits: Logits, chances: Float[Tensor, " rows"], sampling: Sampling) 
     goal = chances[:, None].to(reached).clamp_(max=1 - torch.finfo(reached.dtype).eps / 2) * total
     # Where the logits are no numbers any token will do: its log-probability is NaN, and the loop tells the user.
     ids = torch.searchsorted(reached, goal, right=True).clamp_(max=reached.shape[1] - 1)
-    finite = scaled if kept is None else scaled.clamp(min=IMPOSSIBLE)
+    finite = scaled if kept is None else scaled.clamp(min=MASKED_LOGIT)
     taken, ended = scaled.gather(1, ids), total.clone()  # a view would keep all of `reached`
-    return Drawn(ids[:, 0], taken[:, 0], highest[:, 0], ended[:, 0], torch.linalg.vecdot(weights, finite), kept)
+    return SampledTokens(ids[:, 0], taken[:, 0], highest[:, 0], ended[:, 0], torch.linalg.vecdot(weights, finite), kept)
 
 
-def scaled_logits(logits: Logits, sampling: Sampling) -> Logits:
+def scaled_logits(logits: Logits, sampling: SamplingParams) -> Logits:
     """Logits over the temperature, in float32 at least."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return exact if sampling.temperature == 1 else exact / sampling.temperature
 
 
-def kept_tokens(scaled: Logits, sampling: Sampling) -> Int64[Tensor, " rows"] | None:
+def count_candidates(scaled: Logits, sampling: SamplingParams) -> Int64[Tensor, " rows"] | None:
     """How many of the likeliest tokens top-k and top-p leave; a tie at the edge stays in. None where all stay."""
     if not sampling.truncates:
         return None
@@ -103,7 +111,9 @@ def kept_tokens(scaled: Logits, sampling: Sampling) -> Int64[Tensor, " rows"] | 
     return (scaled >= ordered.gather(1, count - 1)).sum(-1).clamp(min=1)
 
 
-def only_kept(scaled: Logits, kept: Int64[Tensor, " rows"], taken: Int64[Tensor, " rows"] | None = None) -> Logits:
+def mask_to_candidates(
+    scaled: Logits, kept: Int64[Tensor, " rows"], taken: Int64[Tensor, " rows"] | None = None
+) -> Logits:
     """Minus infinity for all but the `kept` likeliest tokens and the one that was taken.
 
     The number of kept tokens belongs to the decision and stays as it was. Under other weights a taken token may fall
@@ -116,10 +126,10 @@ def only_kept(scaled: Logits, kept: Int64[Tensor, " rows"], taken: Int64[Tensor,
     return scaled.masked_fill(out, -torch.inf)
 
 
-def _likeliest(logits: Logits) -> Drawn:
+def _greedy(logits: Logits) -> SampledTokens:
     ids = logits.argmax(-1)
     certain = torch.zeros(len(ids), dtype=torch.promote_types(logits.dtype, torch.float32), device=logits.device)
-    return Drawn(ids, certain, certain, certain + 1, certain, None)
+    return SampledTokens(ids, certain, certain, certain + 1, certain, None)
 
 
 @dataclass(frozen=True)
@@ -139,13 +149,13 @@ class Completion:
         return len(self.ids)
 
 
-def padded(rows: Sequence[Float[Tensor, " tokens"]], width: int | None = None) -> Float[Tensor, "rows longest"]:
+def pad_rows(rows: Sequence[Float[Tensor, " tokens"]], width: int | None = None) -> Float[Tensor, "rows longest"]:
     """Rows side by side, zeros on the right, at least `width` wide."""
     table = torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True)
     return torch.nn.functional.pad(table, (0, max(0, (width or 0) - table.shape[1])))
 
 
-def token_mask(completions: Sequence[Completion], width: int | None = None) -> Bool[Tensor, "rows longest"]:
+def completion_mask(completions: Sequence[Completion], width: int | None = None) -> Bool[Tensor, "rows longest"]:
     """True where a row has a token."""
     lengths = torch.tensor([len(completion) for completion in completions])
     longest = max(int(lengths.max()), width or 0)

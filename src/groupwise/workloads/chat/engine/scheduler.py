@@ -9,22 +9,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.kv_cache import Decoding, OwnCache, PromptCache
-from groupwise.workloads.chat.engine.packing import KeysAndValues, pack
-from groupwise.workloads.chat.engine.policy import Policy
-from groupwise.workloads.chat.engine.sampler import Completion, Drawn, Sampling, draw
+from groupwise.workloads.chat.engine.kv_cache import DecodeLayout, PromptKVCache, RowKVCache
+from groupwise.workloads.chat.engine.packing import KVByLayer, pack_batch
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
+from groupwise.workloads.chat.engine.sampler import Completion, SampledTokens, SamplingParams, sample_tokens
 
-_PREFILL_TOKENS = 8192  # that go through the model together
-_LOGITS = 1 << 24  # that are held together
+PREFILL_TOKENS = 8192  # that go through the model together
+SAMPLING_LOGITS = 1 << 24  # that are held together
 
 
 @dataclass(frozen=True)
-class _Step:
+class SampledStep:
     """The tokens drawn together: of which rows, and the how-manieth of each."""
 
     rows: Tensor
     places: Tensor
-    drawn: Drawn
+    drawn: SampledTokens
 
 
 class Flight:
@@ -32,11 +32,11 @@ class Flight:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: LanguageModelPolicy,
         prompts: Sequence[Sequence[int]],
         prompt_of_row: Sequence[int],
         chances: Tensor,
-        sampling: Sampling,
+        sampling: SamplingParams,
         seats: int,
     ):
         self.policy, self.prompts, self.sampling, self.seats = policy, prompts, sampling, seats
@@ -48,12 +48,12 @@ class Flight:
         """Of each seat: its row, and how many tokens that has drawn. The device is asked for nothing but tokens."""
         self.last = torch.empty(0, dtype=torch.int64, device=policy.device)
         """The last token of each seat."""
-        self.own = OwnCache(min(seats, len(prompt_of_row)), sampling.max_new_tokens, policy.device)
-        self.cached = PromptCache()
+        self.own = RowKVCache(min(seats, len(prompt_of_row)), sampling.max_new_tokens, policy.device)
+        self.cached = PromptKVCache()
         self.after_prompt: dict[int, Tensor] = {}
         """The hidden state that predicts the first token, of each prompt in flight."""
-        self.steps: list[_Step] = []
-        self.layout: Decoding | None = None
+        self.steps: list[SampledStep] = []
+        self.layout: DecodeLayout | None = None
         """Who sits where; None after somebody came or left."""
         self.positions = self.places = self.numbers = self.last
         """On the device, of each seat: where its last token stands, which token it draws next, and its row."""
@@ -84,9 +84,9 @@ class Flight:
 
     def _prefill(self, numbers: Sequence[int]) -> None:
         entering = []
-        for part in _cuts(numbers, [len(self.prompts[number]) for number in numbers], _PREFILL_TOKENS):
-            kept: KeysAndValues = {}
-            packed = pack([self.prompts[number] for number in part], [[]] * len(part), self.policy.device, kept)
+        for part in _prefill_chunks(numbers, [len(self.prompts[number]) for number in numbers], PREFILL_TOKENS):
+            kept: KVByLayer = {}
+            packed = pack_batch([self.prompts[number] for number in part], [[]] * len(part), self.policy.device, kept)
             hidden = self.policy.hidden(packed.ids[None], packed.positions[None], packed)
             for number, where, last in zip(part, packed.prompts, hidden, strict=True):
                 own = {layer: (key[:, where], value[:, where]) for layer, (key, value) in kept.items()}
@@ -105,22 +105,22 @@ class Flight:
         self.drawn = [count + 1 for count in self.drawn]
         self._leave()
 
-    def _sit_down(self) -> Decoding:
+    def _sit_down(self) -> DecodeLayout:
         """What is the same until somebody comes or leaves, and the counters that go on from here."""
         device, prompt_of_seat = self.policy.device, [self.prompt_of_row[row] for row in self.rows]
         lengths = torch.tensor([len(self.prompts[number]) for number in prompt_of_seat], device=device)
         self.numbers, self.places = torch.tensor(self.rows, device=device), torch.tensor(self.drawn, device=device)
         self.positions = lengths + self.places - 1
-        return Decoding(self.own, self.cached, prompt_of_seat, device)
+        return DecodeLayout(self.own, self.cached, prompt_of_seat, device)
 
     def _draw(self, hidden: Tensor, rows: Tensor, places: Tensor) -> Tensor:
         chances = self.chances[rows, places]
-        size = max(1, _LOGITS // len(self.head.weight))
+        size = max(1, SAMPLING_LOGITS // len(self.head.weight))
         steps = []
         for start in range(0, len(rows), size):
             part = slice(start, start + size)
-            drawn = draw(self.head.logits(hidden[part]), chances[part], self.sampling)
-            steps.append(_Step(rows[part], places[part], drawn))
+            drawn = sample_tokens(self.head.logits(hidden[part]), chances[part], self.sampling)
+            steps.append(SampledStep(rows[part], places[part], drawn))
         self.steps += steps
         return steps[0].drawn.ids if len(steps) == 1 else torch.cat([step.drawn.ids for step in steps])
 
@@ -153,7 +153,7 @@ class Flight:
         order = torch.argsort(rows * self.sampling.max_new_tokens + places)
         lengths = torch.bincount(rows, minlength=len(self.prompt_of_row)).tolist()
 
-        drawn = Drawn.joined([step.drawn for step in self.steps])
+        drawn = SampledTokens.joined([step.drawn for step in self.steps])
 
         def of_rows(column: Tensor) -> Sequence[Tensor]:
             return column.cpu()[order].split(lengths)
@@ -168,7 +168,7 @@ class Flight:
         ]
 
 
-def _cuts(numbers: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
+def _prefill_chunks(numbers: Sequence[int], sizes: Sequence[int], most: int) -> list[list[int]]:
     """Neighbours whose sizes add up to `most` or less; a larger one alone."""
     cuts: list[list[int]] = []
     total = 0

@@ -11,32 +11,32 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.core.errors import require
-from groupwise.core.types import Scored
-from groupwise.workloads.chat.engine.logprobs import token_logps
-from groupwise.workloads.chat.engine.packing import pack
-from groupwise.workloads.chat.engine.plain import score_plainly
-from groupwise.workloads.chat.engine.policy import Policy
-from groupwise.workloads.chat.engine.sampler import Completion, Sampling, padded
+from groupwise.core.types import Scores
+from groupwise.workloads.chat.engine.logprobs import token_logprobs
+from groupwise.workloads.chat.engine.packing import pack_batch
+from groupwise.workloads.chat.engine.plain import score_plain
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
+from groupwise.workloads.chat.engine.sampler import Completion, SamplingParams, pad_rows
 
 Prompts = Sequence[Sequence[int]]
 TokensOfRows = tuple[list[Tensor], list[Tensor]]
 
 
 def score(
-    policy: Policy,
+    policy: LanguageModelPolicy,
     prompts: Prompts,
     prompt_of_row: Sequence[int],
     completions: Sequence[Completion],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
     width: int | None = None,
     reference: bool = False,
-) -> Scored:
+) -> Scores:
     """Tables of [rows, longest completion, or `width` if that is wider], 0 where a row has no token; on the CPU.
 
     `sampling` is that of the rollout: a token is scored in the distribution it was drawn from. `reference` asks for the
     reference's log-probabilities too (policy.reference must not be 'none'). One call is one pass;
-    `cut_into_passes` says which rows to put into it.
+    `split_into_passes` says which rows to put into it.
     """
     assert len(prompt_of_row) == len(completions), "a prompt for every row"
     require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, "above 0 in training")
@@ -45,32 +45,32 @@ def score(
     if reference:
         require(policy.has_reference, "policy.reference", policy.config.reference, "'adapter' or 'copy' for a KL term")
         with policy.reference():
-            under_reference = padded(_score(policy, prompts, prompt_of_row, completions, sampling)[0], width)
-    return Scored(padded(logps, width), padded(entropies, width), under_reference)
+            under_reference = pad_rows(_score(policy, prompts, prompt_of_row, completions, sampling)[0], width)
+    return Scores(pad_rows(logps, width), pad_rows(entropies, width), under_reference)
 
 
 def _score(
-    policy: Policy,
+    policy: LanguageModelPolicy,
     prompts: Prompts,
     prompt_of_row: Sequence[int],
     completions: Sequence[Completion],
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> TokensOfRows:
     with policy.autocast():
         if policy.shares_prompts:
             logps, entropies = _score_shared(policy, prompts, prompt_of_row, completions, sampling)
         else:
             of_rows = [prompts[nth] for nth in prompt_of_row]
-            logps, entropies = score_plainly(policy, of_rows, completions, sampling)
+            logps, entropies = score_plain(policy, of_rows, completions, sampling)
     return [row.cpu() for row in logps], [row.cpu() for row in entropies]
 
 
 def _score_shared(
-    policy: Policy,
+    policy: LanguageModelPolicy,
     prompts: Prompts,
     prompt_of_row: Sequence[int],
     completions: Sequence[Completion],
-    sampling: Sampling,
+    sampling: SamplingParams,
 ) -> TokensOfRows:
     """Each prompt once, its completions after it; a completion's last token predicts nothing and stays out."""
     members: dict[int, list[int]] = {}
@@ -78,13 +78,13 @@ def _score_shared(
         members.setdefault(prompt, []).append(row)
     rows = [row for group in members.values() for row in group]
     inputs = [[completions[row].ids[:-1] for row in group] for group in members.values()]
-    packed = pack([prompts[prompt] for prompt in members], inputs, policy.device)
+    packed = pack_batch([prompts[prompt] for prompt in members], inputs, policy.device)
     hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)
     lengths = [len(completions[row]) for row in rows]
     counts = [completions[row].kept for row in rows]
-    logps, entropies = token_logps(
+    logps, entropies = token_logprobs(
         policy.head,
-        hidden[_predictors([len(group) for group in members.values()], lengths).to(policy.device)],
+        hidden[_logit_index_of_tokens([len(group) for group in members.values()], lengths).to(policy.device)],
         torch.tensor([token for row in rows for token in completions[row].ids], device=policy.device),
         torch.cat([count for count in counts if count is not None]).to(policy.device) if sampling.truncates else None,
         sampling.temperature,
@@ -94,8 +94,8 @@ def _score_shared(
     return [by_row[0][nth] for nth in order], [by_row[1][nth] for nth in order]
 
 
-def _predictors(members: Sequence[int], lengths: Sequence[int]) -> Int64[Tensor, " tokens"]:
-    """Which of `Packed.predicting` predicts each token of each completion: its prompt's, then the token before."""
+def _logit_index_of_tokens(members: Sequence[int], lengths: Sequence[int]) -> Int64[Tensor, " tokens"]:
+    """Which of `PackedBatch.predicting` predicts each token of each completion: its prompt's, then the token before."""
     sizes = torch.tensor(lengths)
     row_of_token = torch.arange(len(lengths)).repeat_interleave(sizes)
     before = len(members) + torch.arange(len(row_of_token)) - row_of_token - 1  # each completion lacks its last token
@@ -103,7 +103,7 @@ def _predictors(members: Sequence[int], lengths: Sequence[int]) -> Int64[Tensor,
     return before
 
 
-def cut_into_passes(
+def split_into_passes(
     prompt_of_row: Sequence[int],
     prompt_tokens: Sequence[int],
     completion_tokens: Sequence[int],

@@ -25,55 +25,55 @@ import torch
 from jaxtyping import Bool, Int64
 from torch import Tensor
 
-from groupwise.workloads.controller.evaluate.exact import Exam
-from groupwise.workloads.controller.policy.decide import Controller, greedy, repeated
-from groupwise.workloads.controller.policy.network import Policy
+from groupwise.workloads.controller.evaluate.exact import EvaluationSet
+from groupwise.workloads.controller.policy.decide import Controller, greedy_option, replay_option
+from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.workload import ControllerWorkload
 
 Choices = Int64[Tensor, "questions budgets"]
 
 
-def lookup(chosen_on: Exam, exam: Exam) -> Choices:
+def lookup(chosen_on: EvaluationSet, exam: EvaluationSet) -> Choices:
     return _best_by_group(chosen_on, [""] * len(chosen_on.questions), exam, [""] * len(exam.questions))
 
 
-def kind_oracle(chosen_on: Exam, exam: Exam) -> Choices:
+def kind_oracle(chosen_on: EvaluationSet, exam: EvaluationSet) -> Choices:
     kinds = [question.kind for question in chosen_on.questions]
     known = set(kinds)
     asked = [question.kind if question.kind in known else None for question in exam.questions]
     return _best_by_group(chosen_on, kinds, exam, asked)
 
 
-def oracle(exam: Exam) -> Choices:
+def oracle(exam: EvaluationSet) -> Choices:
     """The fastest of those that are most right."""
     right = exam.accuracy.nan_to_num(0.0)[:, None].masked_fill(~exam.fitting, -1)
     best = right == right.amax(2, keepdim=True)
     return exam.median_ms[:, None].masked_fill(~best, torch.inf).argmin(2)
 
 
-def random_choice(exam: Exam, seed: int = 0) -> Choices:
+def random_choice(exam: EvaluationSet, seed: int = 0) -> Choices:
     source = torch.Generator().manual_seed(seed)
     chances = exam.fitting.flatten(0, 1).double()
     return torch.multinomial(chances, 1, generator=source).view(exam.budget_ms.shape)
 
 
-def dearest(exam: Exam) -> Choices:
+def dearest(exam: EvaluationSet) -> Choices:
     return exam.median_ms[:, None].masked_fill(~exam.fitting, -torch.inf).argmax(2)
 
 
-def cheapest(exam: Exam) -> Choices:
+def cheapest(exam: EvaluationSet) -> Choices:
     return exam.median_ms.argmin(1)[:, None].expand(exam.budget_ms.shape).contiguous()
 
 
-def single(exam: Exam, configuration: int) -> Choices:
+def single(exam: EvaluationSet, configuration: int) -> Choices:
     return torch.full(exam.budget_ms.shape, configuration)
 
 
 @torch.no_grad()
-def controlled(controller: Controller, exam: Exam, rows_per_pass: int = 64) -> Choices:
+def controlled(controller: Controller, exam: EvaluationSet, rows_per_pass: int = 64) -> Choices:
     """The controller's likeliest choices."""
     rows = torch.arange(len(exam.conditions)).split(rows_per_pass)
-    choices = torch.cat([controller.decide(exam.conditions, part, greedy).choices for part in rows])
+    choices = torch.cat([controller.decide(exam.conditions, part, greedy_option).choices for part in rows])
     return numbers_of(choices, exam.conditions.median_ms.shape[1:]).view(exam.budget_ms.shape)
 
 
@@ -87,7 +87,9 @@ def choices_of(numbers: Int64[Tensor, " rows"], shape: tuple[int, ...]) -> Int64
     return torch.from_numpy(np.stack(np.unravel_index(numbers.numpy(), tuple(shape)), axis=1))
 
 
-def _best_by_group(chosen_on: Exam, groups: Sequence[str], exam: Exam, asked: Sequence[str | None]) -> Choices:
+def _best_by_group(
+    chosen_on: EvaluationSet, groups: Sequence[str], exam: EvaluationSet, asked: Sequence[str | None]
+) -> Choices:
     """For every group and budget its most accurate configuration that fits all its questions.
 
     Ties go to the one that is better over all groups, then to the faster. A question of a group that was not there to
@@ -102,7 +104,7 @@ def _best_by_group(chosen_on: Exam, groups: Sequence[str], exam: Exam, asked: Se
     return found
 
 
-def _best(exam: Exam, inside: Bool[Tensor, " questions"], budget: int) -> int:
+def _best(exam: EvaluationSet, inside: Bool[Tensor, " questions"], budget: int) -> int:
     highs = exam.high_ms[inside]
     fits = (highs <= exam.budget_ms[inside, budget, None]).all(0)
     if not fits.any():
@@ -117,7 +119,7 @@ _ROWS_PER_STEP = 256
 _LEARNING_RATE = 1e-3
 
 
-def labels(training: Exam) -> Choices:
+def oracle_labels(training: EvaluationSet) -> Choices:
     """Of the most right configurations that fit, the one that is best over all questions; the fastest of equals."""
     right = training.accuracy.nan_to_num(0.0)[:, None].masked_fill(~training.fitting, -1)
     usual = training.accuracy.nanmean(0) - 1e-9 * training.median_ms.mean(0)
@@ -125,22 +127,22 @@ def labels(training: Exam) -> Choices:
 
 
 @torch.enable_grad()
-def imitate(workload: ControllerWorkload, training: Exam, *, steps: int, seed: int = 0) -> Controller:
+def train_imitation(workload: ControllerWorkload, training: EvaluationSet, *, steps: int, seed: int = 0) -> Controller:
     """Train a fresh network; the workload's own is left as it is."""
     own = workload.controller
-    policy = Policy(own.features.width, workload.options, seed=workload.config.policy_seed).to(own.device)
+    policy = ControllerNetwork(own.features.width, workload.options, seed=workload.config.policy_seed).to(own.device)
     learner = Controller(policy, own.features, own.device)
-    best = labels(training)
+    best = oracle_labels(training)
     right = (training.score(best) > 0).flatten().nonzero()[:, 0]
     targets = choices_of(best.flatten(), training.conditions.median_ms.shape[1:])
-    optimiser = torch.optim.AdamW(policy.parameters(), lr=_LEARNING_RATE)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, max(1, steps))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=_LEARNING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     source = torch.Generator().manual_seed(seed)
     for _ in range(steps if len(right) else 0):
         rows = right[torch.randint(len(right), (_ROWS_PER_STEP,), generator=source)]
-        logp = learner.decide(training.conditions, rows, repeated(targets[rows])).logp
-        optimiser.zero_grad()
+        logp = learner.decide(training.conditions, rows, replay_option(targets[rows])).logp
+        optimizer.zero_grad()
         (-logp.sum(1).mean()).backward()
-        optimiser.step()
+        optimizer.step()
         schedule.step()
     return learner

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from groupwise.core.config import RewardConfig
 from groupwise.core.reward import weigh
-from groupwise.core.types import Terms
+from groupwise.core.types import RewardTerms
 from groupwise.workloads.controller.conditions import Conditions, make_conditions
 from groupwise.workloads.controller.task import Question
 from groupwise.workloads.controller.workload import ControllerWorkload
@@ -34,7 +34,7 @@ def expected_reward(
     weights: Mapping[str, float] | None = None,
 ) -> Float[Tensor, " rows"]:
     """The mean reward of the present policy on each condition, with gradient."""
-    rewards = all_rewards(workload, conditions, rows, weights)
+    rewards = reward_of_configurations(workload, conditions, rows, weights)
     chances = workload.controller.path_logp(conditions, rows).exp()
     return (chances * rewards.to(chances)).flatten(1).sum(1)
 
@@ -46,12 +46,12 @@ def best_reward(
     weights: Mapping[str, float] | None = None,
 ) -> Float[Tensor, " rows"]:
     """The most that any allowed configuration earns on each condition; it includes luck that nobody can foresee."""
-    rewards = all_rewards(workload, conditions, rows, weights)
+    rewards = reward_of_configurations(workload, conditions, rows, weights)
     return rewards.masked_fill(~conditions.fits(rows), -torch.inf).flatten(1).amax(1)
 
 
 @torch.no_grad()
-def all_rewards(
+def reward_of_configurations(
     workload: ControllerWorkload,
     conditions: Conditions,
     rows: Int64[Tensor, " rows"],
@@ -59,28 +59,28 @@ def all_rewards(
 ) -> Tables:
     """What every configuration earns on each condition."""
     medians, _ = conditions.estimates(rows)
-    accuracy = accuracies(workload, conditions.question_of(rows))
+    accuracy = accuracy_of_configurations(workload, conditions.question_of(rows))
     ratio = medians / conditions.budget_ms[rows].view(-1, 1, 1, 1, 1)
     terms = {"accuracy": accuracy, **workload.terms_of(ratio, workload.cost.expand_as(ratio))}
-    flat = Terms({name: values.flatten() for name, values in terms.items()})
+    flat = RewardTerms({name: values.flatten() for name, values in terms.items()})
     return weigh(flat, RewardConfig(weights=weights or {})).total.view_as(ratio)
 
 
 @torch.no_grad()
-def accuracies(workload: ControllerWorkload, questions: Sequence[Question]) -> Tables:
+def accuracy_of_configurations(workload: ControllerWorkload, questions: Sequence[Question]) -> Tables:
     """How right the model is under every configuration; all of one question in one batch, and judged once."""
     distinct = {question.sample.name: question for question in questions}
     said = {name: workload.task.answer_all(question) for name, question in distinct.items()}
     pairs = list(dict.fromkeys((name, text) for name, texts in said.items() for text in texts))
     judged = workload.judge_accuracy([distinct[name] for name, _ in pairs], [text for _, text in pairs])
-    right = dict(zip(pairs, judged.values["accuracy"].tolist(), strict=True))
+    right = dict(zip(pairs, judged.per_rollout["accuracy"].tolist(), strict=True))
     rows = {name: torch.tensor([right[name, text] for text in texts]) for name, texts in said.items()}
     table = torch.stack([rows[question.sample.name] for question in questions])
     return table.double().view(len(questions), *workload.cost.shape)
 
 
 @dataclass(frozen=True)
-class Exam:
+class EvaluationSet:
     """Configurations are numbered in the order of `KnobOptions.all()`, conditions as in `Conditions`."""
 
     conditions: Conditions
@@ -109,7 +109,7 @@ class Exam:
         return self.accuracy.gather(1, choices)
 
 
-def make_exam(workload: ControllerWorkload, questions: Sequence[Question]) -> Exam:
+def build_evaluation_set(workload: ControllerWorkload, questions: Sequence[Question]) -> EvaluationSet:
     """Ask everything: remembered answers where there are some, else the model."""
     task, options = workload.task, workload.options
     workload.introduce(questions)
@@ -117,4 +117,4 @@ def make_exam(workload: ControllerWorkload, questions: Sequence[Question]) -> Ex
     budget = replace(workload.config.budget, on_impossible="cheapest")
     conditions = make_conditions(questions, task.estimator, options, budget)
     medians, highs = (table[conditions.table].flatten(1) for table in (conditions.median_ms, conditions.high_ms))
-    return Exam(conditions, accuracies(workload, questions).flatten(1), medians, highs)
+    return EvaluationSet(conditions, accuracy_of_configurations(workload, questions).flatten(1), medians, highs)

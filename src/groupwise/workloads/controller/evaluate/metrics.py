@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.latency.records import PREFILL, STAGES
-from groupwise.workloads.controller.config import EvalConfig
+from groupwise.workloads.controller.config import ControllerEvalConfig
 from groupwise.workloads.controller.evaluate.baselines import Choices
-from groupwise.workloads.controller.evaluate.exact import Exam
-from groupwise.workloads.controller.evaluate.timing import CONTROLLER, Clock, ClockedAnswer
+from groupwise.workloads.controller.evaluate.exact import EvaluationSet
+from groupwise.workloads.controller.evaluate.timing import CONTROLLER, AnswerTimer, TimedAnswer
 from groupwise.workloads.controller.model.knobs import Knobs
 
 _NORMAL_95 = 1.959964
@@ -63,38 +63,38 @@ def gap_interval(
     return bounds[0], bounds[1]
 
 
-def is_noise(interval: Sequence[float] | None) -> bool:
+def interval_too_wide(interval: Sequence[float] | None) -> bool:
     """Whether the interval is so wide that the share says nothing: the gap is smaller than its noise."""
     return interval is None or interval[1] - interval[0] > 1
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationResults:
     """Everything that was chosen and timed."""
 
-    exam: Exam
+    exam: EvaluationSet
     chosen: Mapping[str, Choices]
     """By method, on all test questions."""
-    clock: Clock
+    clock: AnswerTimer
     served: Sequence[str]
     """Methods whose answers are given by a controller, its own time included."""
     sample: Sequence[int]
     """Questions whose answers were timed, in an order without meaning."""
-    config: EvalConfig
+    config: ControllerEvalConfig
 
     def timed(self, method: str) -> Sequence[int]:
         """The questions whose answers by this method were timed."""
         first = method in ("controller", "lookup")
         return self.sample[: self.config.timed_answers if first else self.config.timed_answers_of_others]
 
-    def answers(self, method: str, budget: int) -> list[ClockedAnswer]:
+    def answers(self, method: str, budget: int) -> list[TimedAnswer]:
         if method in self.served:
             return [self.clock.served(method, question, budget) for question in self.timed(method)]
         chosen = self.chosen[method]
         return [self.clock.given(question, int(chosen[question, budget])) for question in self.timed(method)]
 
 
-def overall(found: Found) -> dict[str, Any]:
+def headline_metrics(found: EvaluationResults) -> dict[str, Any]:
     """The headline: mean accuracy over the budgets, and the shares of the gaps that are closed."""
     scores = {name: found.exam.score(choices).nanmean(1) for name, choices in found.chosen.items()}
     judged = ~torch.stack(list(scores.values())).isnan().any(0)  # for every method: all are compared on the same ones
@@ -122,7 +122,7 @@ def overall(found: Found) -> dict[str, Any]:
     }
 
 
-def by_budget(found: Found) -> list[dict[str, Any]]:
+def by_budget(found: EvaluationResults) -> list[dict[str, Any]]:
     """For every budget, every method: how right, how fast, how often too slow, with which knobs."""
     return [
         {
@@ -131,17 +131,17 @@ def by_budget(found: Found) -> list[dict[str, Any]]:
             "nothing_fits_rate": float(
                 found.exam.conditions.impossible.view(-1, _budgets(found))[:, nth].double().mean()
             ),
-            **{name: _of_method(found, name, nth) for name in found.chosen},
+            **{name: _method_metrics(found, name, nth) for name in found.chosen},
         }
         for nth, budget in enumerate(found.exam.conditions.config.budgets)
     ]
 
 
-def _budgets(found: Found) -> int:
+def _budgets(found: EvaluationResults) -> int:
     return found.exam.budget_ms.shape[1]
 
 
-def _of_method(found: Found, name: str, budget: int) -> dict[str, Any]:
+def _method_metrics(found: EvaluationResults, name: str, budget: int) -> dict[str, Any]:
     spent = [answer.spent_ms(_span(found)) for answer in found.answers(name, budget)]
     counted = _violations(found, name, [budget])
     return {
@@ -154,7 +154,7 @@ def _of_method(found: Found, name: str, budget: int) -> dict[str, Any]:
     }
 
 
-def _violations(found: Found, name: str, budgets: Sequence[int]) -> dict[str, Any]:
+def _violations(found: EvaluationResults, name: str, budgets: Sequence[int]) -> dict[str, Any]:
     """Measured times beyond budget and tolerance, with Wilson's interval."""
     late = [
         answer.spent_ms(_span(found)) > float(found.exam.budget_ms[question, budget]) * (1 + found.config.tolerance)
@@ -164,11 +164,11 @@ def _violations(found: Found, name: str, budgets: Sequence[int]) -> dict[str, An
     return {"rate": sum(late) / len(late), "interval": wilson(sum(late), len(late)), "answers": len(late)}
 
 
-def _span(found: Found) -> Any:
+def _span(found: EvaluationResults) -> Any:
     return found.exam.conditions.config.span
 
 
-def knob_shares(found: Found, name: str, budget: int) -> dict[str, dict[str, float]]:
+def knob_shares(found: EvaluationResults, name: str, budget: int) -> dict[str, dict[str, float]]:
     """How often each option of each knob was chosen, over all test questions."""
     every = list(found.clock.task.executor.options.all())
     chosen = [every[number] for number in found.chosen[name][:, budget].tolist()]
@@ -179,7 +179,7 @@ def _shares(values: Sequence[Any]) -> dict[str, float]:
     return {str(value): count / len(values) for value, count in Counter(values).most_common()}
 
 
-def own_time(found: Found) -> dict[str, Any]:
+def controller_overhead(found: EvaluationResults) -> dict[str, Any]:
     """The controller's own milliseconds, and what being controlled adds to an answer with the same knobs in all."""
     every = list(found.clock.task.executor.options.all())
     answers, added, shares = [], [], []
@@ -204,19 +204,19 @@ def own_time(found: Found) -> dict[str, Any]:
     }
 
 
-def estimate_errors(found: Found) -> dict[str, Any]:
+def estimate_errors(found: EvaluationResults) -> dict[str, Any]:
     """Measured beside estimated, by stage, for answers as the controller gives them and for knobs that are given."""
     controlled = [answer for budget in range(_budgets(found)) for answer in found.answers("controller", budget)]
     return {"controlled": _errors(controlled), "given_knobs": _errors(found.clock.all_given)}
 
 
-def _spent_ms(answer: ClockedAnswer, stage: str) -> float:
+def _spent_ms(answer: TimedAnswer, stage: str) -> float:
     """Measured. Prefill is told with the controller's part, as it is profiled and estimated."""
     stages = answer.measured.stages_ms
     return stages.get(stage, 0.0) + (stages.get(CONTROLLER, 0.0) if stage == PREFILL else 0.0)
 
 
-def _errors(answers: Sequence[ClockedAnswer]) -> dict[str, Any]:
+def _errors(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     stages = {
         stage: {
             "measured_p50_ms": float(np.quantile([_spent_ms(a, stage) for a in answers], 0.5)),
@@ -241,7 +241,9 @@ def _errors(answers: Sequence[ClockedAnswer]) -> dict[str, Any]:
     }
 
 
-def singles(found: Found, questions_of: Mapping[int, Sequence[int]]) -> list[dict[str, Any]]:
+def fixed_configuration_metrics(
+    found: EvaluationResults, questions_of: Mapping[int, Sequence[int]]
+) -> list[dict[str, Any]]:
     """Every configuration that computes something of its own, by itself."""
     every = list(found.clock.task.executor.options.all())
     rows = []

@@ -16,33 +16,33 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError, require
-from groupwise.latency.estimator import EstimatedRows, Estimator
-from groupwise.latency.records import DECODE, PREFILL, VISION, Estimated
-from groupwise.latency.regression import Columns, Features
-from groupwise.workloads.controller.config import Span
+from groupwise.latency.estimator import EstimatedRows, LatencyEstimator
+from groupwise.latency.records import DECODE, PREFILL, VISION, EstimatedLatency
+from groupwise.latency.regression import Columns, WorkFeatures
+from groupwise.workloads.controller.config import BudgetScope
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, work_of_answer
 
-Table = Float[Tensor, "tiers positions top_ks blocks"]
+KnobTable = Float[Tensor, "tiers positions top_ks blocks"]
 """A number for every configuration, in the order of `KnobOptions.all()`."""
 
 
-class LatencyEstimator(Protocol):
+class KnobLatencyModel(Protocol):
     """Anything that can say beforehand what an answer will take."""
 
-    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> Sequence[Estimated]:
+    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> Sequence[EstimatedLatency]:
         """For a question with prompts of this length (by tier), the time under each of these knobs."""
         ...
 
 
 @dataclass(frozen=True)
-class Costs:
+class LatencyTables:
     """Milliseconds of every configuration of one question."""
 
-    median_ms: Table
-    high_ms: Table
+    median_ms: KnobTable
+    high_ms: KnobTable
     """What an answer stays under with the estimator's high probability."""
 
-    def promised_ms(self, *, guaranteed: bool) -> Table:
+    def promised_ms(self, *, guaranteed: bool) -> KnobTable:
         """What is held against a budget: the high quantile where it is guaranteed, else the median."""
         return self.high_ms if guaranteed else self.median_ms
 
@@ -51,9 +51,9 @@ def table_shape(options: KnobOptions) -> tuple[int, int, int, int]:
     return len(options.crops), len(options.insertion_positions), len(options.top_ks), len(options.block_totals)
 
 
-def costs(
-    estimator: LatencyEstimator, options: KnobOptions, prompt_tokens: Mapping[str, int], span: Span = "answer"
-) -> Costs:
+def latency_tables(
+    estimator: KnobLatencyModel, options: KnobOptions, prompt_tokens: Mapping[str, int], span: BudgetScope = "answer"
+) -> LatencyTables:
     """Ask the estimator for all configurations at once; refuse what is no time."""
     found = estimator.estimate(prompt_tokens, list(options.all()))
     medians, highs = zip(*(_of_span(estimated, span) for estimated in found), strict=True)
@@ -64,10 +64,10 @@ def costs(
                 f"The latency estimator gives {table.min().item():g} to {table.max().item():g} ms for prompts of"
                 f" {dict(prompt_tokens)} tokens: every estimate must be a finite time above 0. Fit it anew."
             )
-    return Costs(*tables)
+    return LatencyTables(*tables)
 
 
-def _of_span(estimated: Estimated, span: Span) -> tuple[float, float]:
+def _of_span(estimated: EstimatedLatency, span: BudgetScope) -> tuple[float, float]:
     """Median and high quantile of the whole answer, or of its way to the first token: without the median of decoding.
 
     That bounds the high quantile up to the first token from above: decoding adds its median and some spread of its own.
@@ -77,7 +77,7 @@ def _of_span(estimated: Estimated, span: Span) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class CountedWork:
+class ProportionalEstimator:
     """Time in proportion to counted work: a stand-in where no estimator has been fitted, and honest only in ratios."""
 
     options: KnobOptions
@@ -89,10 +89,10 @@ class CountedWork:
     spread: float = 0.05
     """How far the high quantile lies above the median, as a share of it."""
 
-    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[Estimated]:
+    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[EstimatedLatency]:
         return [self._estimate(prompt_tokens[each.tier], each) for each in knobs]
 
-    def _estimate(self, tokens: int, knobs: Knobs) -> Estimated:
+    def _estimate(self, tokens: int, knobs: Knobs) -> EstimatedLatency:
         work = work_of_answer(self.options, knobs, tokens)
         stages = {
             VISION: self.crop_ms * work.crops,
@@ -100,15 +100,15 @@ class CountedWork:
             DECODE: self.decode_ms,
         }
         total = sum(stages.values())
-        return Estimated(stages, total, total * (1 + self.spread), 0.95)
+        return EstimatedLatency(stages, total, total * (1 + self.spread), 0.95)
 
 
 Numbers = Float[np.ndarray, " rows"]
-_COUNTING = 2
+FEATURE_VERSION = 2
 """Goes up when the executor does or counts other work for the same setting: estimators of before are then of no use."""
 
 
-class KnobWork:
+class KnobFeatures:
     """Counted work of every setting of a model, ready for any prompt."""
 
     def __init__(self, options: KnobOptions):
@@ -132,7 +132,7 @@ class KnobWork:
         pairs = self._pairs[rows], self._pairs_of_one_more[rows]
         return _columns(self._crops[rows], tokens, self._blocks[rows], pairs, steps=new_tokens - 1)
 
-    def features(self, knobs: Knobs, *, prompt_tokens: int, new_tokens: int = 1) -> Features:
+    def features(self, knobs: Knobs, *, prompt_tokens: int, new_tokens: int = 1) -> WorkFeatures:
         """Of one answer."""
         columns = self.columns({knobs.tier: prompt_tokens}, [knobs], new_tokens=new_tokens)
         return {stage: {name: float(column[0]) for name, column in part.items()} for stage, part in columns.items()}
@@ -165,29 +165,29 @@ def _columns(
     }
 
 
-class KnobEstimator:
+class KnobLatencyEstimator:
     """An estimator that is asked by knobs, for answers of up to `new_tokens`.
 
     The time to the first token is the time of an answer of one token.
     """
 
-    def __init__(self, estimator: Estimator, options: KnobOptions, *, new_tokens: int = 1):
-        self.estimator, self.new_tokens, self._work = estimator, new_tokens, KnobWork(options)
+    def __init__(self, estimator: LatencyEstimator, options: KnobOptions, *, new_tokens: int = 1):
+        self.estimator, self.new_tokens, self._work = estimator, new_tokens, KnobFeatures(options)
 
     def rows(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs] | None = None) -> EstimatedRows:
         """For a question with prompts of these lengths by tier, the time with each of the knobs; all, if none named."""
         chosen = self._work.settings if knobs is None else knobs
         return self.estimator.predict_rows(self._work.columns(prompt_tokens, chosen, new_tokens=self.new_tokens))
 
-    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[Estimated]:
+    def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[EstimatedLatency]:
         """The same, one record each."""
         found = self.rows(prompt_tokens, knobs)
         return [found[row] for row in range(len(found))]
 
 
-def work_identity(model: Any) -> str:
+def architecture_fingerprint(model: Any) -> str:
     """What decides a model's work: its class, number format and configuration, and how it is run; not its weights."""
-    settings = f"{_COUNTING} {json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)}"
+    settings = f"{FEATURE_VERSION} {json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)}"
     digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest}"
 

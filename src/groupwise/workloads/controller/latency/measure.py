@@ -16,16 +16,16 @@ import torch
 from PIL.Image import Image, fromarray
 
 from groupwise.core.errors import UserError, require
-from groupwise.latency.meter import Meter, find_parts
-from groupwise.latency.records import Summary, Timing, summarise
-from groupwise.workloads.controller.model.adapters import Sample, adapt
-from groupwise.workloads.controller.model.executor import Executor, Request
-from groupwise.workloads.controller.model.images import Statistics
+from groupwise.latency.meter import LatencyMeter, find_model_parts
+from groupwise.latency.records import LatencySummary, Timing, summarize
+from groupwise.workloads.controller.model.adapters import Sample, adapter_for
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
 from groupwise.workloads.controller.model.load import (
     EMBEDDED,
     LoadedModel,
-    here,
+    default_device,
     load_model,
     load_text_model,
     read_config,
@@ -36,7 +36,7 @@ _MOSAIC_SAMPLES = 24
 
 
 @dataclass(frozen=True)
-class Subject:
+class MeasuredModel:
     name: str
     model: Any
     settings: tuple[Knobs, ...]
@@ -55,7 +55,7 @@ class Subject:
         return list(dict.fromkeys(knobs.tier for knobs in self.settings))
 
 
-def load_subject(name: str, *, prompt_tokens: int) -> Subject:
+def load_measured_model(name: str, *, prompt_tokens: int) -> MeasuredModel:
     """The embedded model by its name, any other by its folder. Prompts of the latter are random, of this length."""
     if name != EMBEDDED and not (Path(name) / "config.json").is_file():
         raise UserError(
@@ -63,19 +63,19 @@ def load_subject(name: str, *, prompt_tokens: int) -> Subject:
             " model, or a folder that save_pretrained() of transformers has written."
         )
     if name != EMBEDDED and getattr(read_config(name), "vision_config", None) is None:
-        return _text_alone(name, load_text_model(name), prompt_tokens)
+        return _text_model(name, load_text_model(name), prompt_tokens)
     loaded = load_model(name, dtype="auto")
-    return steered(name, loaded.model, loaded.options, probes(loaded, question_tokens=[prompt_tokens]))
+    return with_executor(name, loaded.model, loaded.options, probe_samples(loaded, question_tokens=[prompt_tokens]))
 
 
-def steered(name: str, model: Any, options: KnobOptions, samples: list[Sample]) -> Subject:
+def with_executor(name: str, model: Any, options: KnobOptions, samples: list[Sample]) -> MeasuredModel:
     """A model under the executor. Every run asks another sample, so that no single one decides."""
-    executor = Executor(adapt(model), options)
+    executor = Executor(adapter_for(model), options)
 
     def answer(knobs: Knobs, run: int, tokens: int) -> object:
-        return executor.answer([Request(samples[run % len(samples)], knobs)], max_new_tokens=tokens)
+        return executor.answer([AnswerRequest(samples[run % len(samples)], knobs)], max_new_tokens=tokens)
 
-    return Subject(name, model, _grid(options), answer)
+    return MeasuredModel(name, model, _grid(options), answer)
 
 
 def _grid(options: KnobOptions) -> tuple[Knobs, ...]:
@@ -92,7 +92,7 @@ def _grid(options: KnobOptions) -> tuple[Knobs, ...]:
     return tuple(dict.fromkeys([*by_depth, *by_top_k]))
 
 
-def probes(loaded: LoadedModel, *, question_tokens: Sequence[int]) -> list[Sample]:
+def probe_samples(loaded: LoadedModel, *, question_tokens: Sequence[int]) -> list[Sample]:
     """Samples to time: mosaic's own questions; for any other model one question of each length, of noise.
 
     What an answer costs does not depend on what is in the image or in the words.
@@ -100,9 +100,9 @@ def probes(loaded: LoadedModel, *, question_tokens: Sequence[int]) -> list[Sampl
     if loaded.name == EMBEDDED:
         return _mosaic_samples()
     source, words = torch.Generator().manual_seed(0), loaded.adapter.text_config.vocab_size
-    crops = loaded.adapter.cut(_noise_image(loaded), loaded.options, Statistics((0.5,) * 3, (0.5,) * 3))
-    colours = getattr(loaded.model.config.vision_config, "num_channels", 3)
-    placed = {tier: pixels[:, :colours].to(here(), loaded.model.dtype) for tier, pixels in crops.items()}
+    crops = loaded.adapter.cut(_noise_image(loaded), loaded.options, ImageNormalization((0.5,) * 3, (0.5,) * 3))
+    colors = getattr(loaded.model.config.vision_config, "num_channels", 3)
+    placed = {tier: pixels[:, :colors].to(default_device(), loaded.model.dtype) for tier, pixels in crops.items()}
     questions = [torch.randint(words, (length,), generator=source).tolist() for length in question_tokens]
     return [Sample(f"noise {nth}", placed, tuple(question)) for nth, question in enumerate(questions)]
 
@@ -118,50 +118,52 @@ def _noise_image(loaded: LoadedModel) -> Image:
 def _mosaic_samples() -> list[Sample]:
     from tools.mosaic.importance import make_exam
 
-    from groupwise.workloads.controller.tasks.mosaic.scene import Split
+    from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
     from groupwise.workloads.controller.tasks.mosaic.task import mosaic_sample
 
-    exam = make_exam(Split.VALIDATION, _MOSAIC_SAMPLES)
+    exam = make_exam(HandwritingSplit.VALIDATION, _MOSAIC_SAMPLES)
     samples = []
     for number in range(_MOSAIC_SAMPLES):
         row = number * exam.questions_per_mosaic + number % exam.questions_per_mosaic
         asked = exam.questions.tokens[row, : exam.questions.lengths[row]].tolist()
         sample = mosaic_sample(exam.mosaics.pixels[number], asked)
-        samples.append(replace(sample, crops={tier: pixels.to(here()) for tier, pixels in sample.crops.items()}))
+        samples.append(
+            replace(sample, crops={tier: pixels.to(default_device()) for tier, pixels in sample.crops.items()})
+        )
     return samples
 
 
-def _text_alone(name: str, model: Any, prompt_tokens: int) -> Subject:
+def _text_model(name: str, model: Any, prompt_tokens: int) -> MeasuredModel:
     """A model without eyes has no tiers and is not steered: `generate` answers as it is."""
     config = model.config
     source = torch.Generator().manual_seed(0)
-    prompt = torch.randint(config.vocab_size, (1, prompt_tokens), generator=source).to(here())
+    prompt = torch.randint(config.vocab_size, (1, prompt_tokens), generator=source).to(default_device())
     only = Knobs(NO_TIER, 1, getattr(config, "num_experts_per_tok", None) or 1, config.num_hidden_layers)
 
     def answer(_: Knobs, __: int, tokens: int) -> object:
         exactly = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), **exactly)
 
-    return Subject(name, model, (only,), answer)
+    return MeasuredModel(name, model, (only,), answer)
 
 
 def measure(
-    subject: Subject,
+    subject: MeasuredModel,
     *,
     warm_up: int,
     runs: int,
     new_tokens: int,
     clock: Callable[[], float] = time.perf_counter,
     after_answer: Callable[[], None] = lambda: None,
-) -> dict[Knobs, Summary]:
+) -> dict[Knobs, LatencySummary]:
     """Every setting in turn, round after round, so that a slow spell of the machine meets all of them."""
     require(runs >= 1, "runs", runs, "1 or more")
     require(warm_up >= 0, "warm_up", warm_up, "0 or more")
     require(new_tokens >= 1, "new_tokens", new_tokens, "1 or more")
-    meter = Meter(find_parts(subject.model), clock=clock)
+    meter = LatencyMeter(find_model_parts(subject.model), clock=clock)
     seen: dict[Knobs, list[Timing]] = {knobs: [] for knobs in subject.settings}
     for run in range(warm_up + runs):
         for knobs, timings in seen.items():
             timings.append(meter.time(partial(subject.answer, knobs, run, new_tokens)))
             after_answer()
-    return {knobs: summarise(timings[warm_up:]) for knobs, timings in seen.items()}
+    return {knobs: summarize(timings[warm_up:]) for knobs, timings in seen.items()}

@@ -18,19 +18,19 @@ from rich.console import Console
 from rich.progress import Progress
 
 from groupwise.core.errors import require
-from groupwise.latency.meter import Meter, find_parts
-from groupwise.latency.records import Measured
+from groupwise.latency.meter import LatencyMeter, find_model_parts
+from groupwise.latency.records import MeasuredLatency
 from groupwise.latency.regression import Observation
-from groupwise.workloads.controller.latency.estimates import KnobWork
-from groupwise.workloads.controller.model.adapters import Adapter, Sample
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.latency.estimates import KnobFeatures
+from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
 
-Timer = Callable[[Executor, Request, int], Measured]
+Timer = Callable[[Executor, AnswerRequest, int], MeasuredLatency]
 
 
 @dataclass(frozen=True)
-class _Pair:
+class ProfilePoint:
     """What is measured: one configuration on one sample."""
 
     configuration: str
@@ -39,16 +39,16 @@ class _Pair:
     new_tokens: int
 
 
-def prompt_length(adapter: Adapter, sample: Sample, tier: str) -> int:
+def prompt_length(adapter: ModelAdapter, sample: Sample, tier: str) -> int:
     """Tokens of the prompt: words and image."""
     return len(sample.before) + adapter.image_tokens(sample.crops[tier]) + len(sample.question)
 
 
 def time_answer(
-    executor: Executor, request: Request, new_tokens: int, *, clock: Callable[[], float] = time.perf_counter
-) -> Measured:
+    executor: Executor, request: AnswerRequest, new_tokens: int, *, clock: Callable[[], float] = time.perf_counter
+) -> MeasuredLatency:
     """Answer one request with exactly `new_tokens`, and time it by stage."""
-    meter = Meter(find_parts(executor.adapter.model), clock=clock)
+    meter = LatencyMeter(find_model_parts(executor.adapter.model), clock=clock)
     return meter.time(lambda: executor.answer([request], max_new_tokens=new_tokens))
 
 
@@ -71,15 +71,15 @@ def profile(
     require(configurations >= 2, "configurations", configurations, "2 or more")
     require(new_tokens >= 1, "new_tokens", new_tokens, "1 or more")
     require(len({sample.name for sample in samples}) >= 2, "The number of samples", len(samples), "2 or more")
-    work, chance = KnobWork(executor.options), random.Random(0)
+    work, chance = KnobFeatures(executor.options), random.Random(0)
     observations = []
     warm_up(executor, samples, new_tokens)
     pairs = [replace(pair, new_tokens=chance.randint(1, new_tokens)) for pair in _pairs(executor, samples, chance)]
     told = f"profiling answers for up to {seconds:.0f} s" if measurements is None else f"timing {measurements} answers"
-    for pair in _within(seconds, islice(_passes(pairs[:configurations], chance), measurements), told):
+    for pair in _until_deadline(seconds, islice(_passes(pairs[:configurations], chance), measurements), told):
         length = prompt_length(executor.adapter, pair.sample, pair.knobs.tier)
         features = work.features(pair.knobs, prompt_tokens=length, new_tokens=pair.new_tokens)
-        measured = timer(executor, Request(pair.sample, pair.knobs), pair.new_tokens)
+        measured = timer(executor, AnswerRequest(pair.sample, pair.knobs), pair.new_tokens)
         observations.append(Observation(pair.configuration, pair.sample.name, features, measured))
     return observations
 
@@ -90,25 +90,25 @@ def warm_up(executor: Executor, samples: Sequence[Sample], new_tokens: int = 1) 
     for tier in options.crops:
         for ends in (options.cheapest, options.full):
             knobs = Knobs(tier, ends.insertion_position, ends.top_k, ends.blocks)
-            executor.answer([Request(samples[0], knobs)], max_new_tokens=new_tokens)
+            executor.answer([AnswerRequest(samples[0], knobs)], max_new_tokens=new_tokens)
 
 
-def _pairs(executor: Executor, samples: Sequence[Sample], chance: random.Random) -> list[_Pair]:
+def _pairs(executor: Executor, samples: Sequence[Sample], chance: random.Random) -> list[ProfilePoint]:
     """Each distinct computation once, by the path of its knobs. Samples are dealt out evenly."""
     named = {
         f"{knobs.tier} {'.'.join(map(str, executor.options.path(knobs)))}": knobs for knobs in executor.options.all()
     }
     shuffled = chance.sample(list(samples), len(samples))
     order = chance.sample(list(named.items()), len(named))
-    return [_Pair(name, knobs, shuffled[nth % len(samples)], 1) for nth, (name, knobs) in enumerate(order)]
+    return [ProfilePoint(name, knobs, shuffled[nth % len(samples)], 1) for nth, (name, knobs) in enumerate(order)]
 
 
-def _passes(pairs: Sequence[_Pair], chance: random.Random) -> Iterator[_Pair]:
+def _passes(pairs: Sequence[ProfilePoint], chance: random.Random) -> Iterator[ProfilePoint]:
     while True:
         yield from chance.sample(pairs, len(pairs))
 
 
-def _within(seconds: float, pairs: Iterator[_Pair], told: str) -> Iterator[_Pair]:
+def _until_deadline(seconds: float, pairs: Iterator[ProfilePoint], told: str) -> Iterator[ProfilePoint]:
     """Go on until the time is over; a bar shows how far it is."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:

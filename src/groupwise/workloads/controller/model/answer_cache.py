@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Protocol
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.executor import Executor, Prefix, Request
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixStates
 from groupwise.workloads.controller.model.knobs import Knobs
 
-Key = tuple[str, Knobs]
+AnswerKey = tuple[str, Knobs]
 """A sample's name and the knobs it was answered with."""
 
 _TABLE = """create table if not exists answers (
@@ -26,7 +26,7 @@ _TABLE = """create table if not exists answers (
 ) without rowid"""
 
 
-class Shipped(Protocol):
+class PrecomputedAnswers(Protocol):
     """Answers that come with a model."""
 
     def one(self, sample: str, knobs: Knobs) -> tuple[int, ...] | None:
@@ -38,20 +38,20 @@ class Shipped(Protocol):
         ...
 
 
-class Answers:
+class AnswerCache:
     """A dictionary of answers of one model that outlives the process if it has a file."""
 
-    def __init__(self, model: str, path: Path | None = None, *, shipped: Shipped | None = None):
+    def __init__(self, model: str, path: Path | None = None, *, shipped: PrecomputedAnswers | None = None):
         self.model, self.shipped = model, shipped
-        self._known: dict[Key, tuple[int, ...]] = {}
+        self._known: dict[AnswerKey, tuple[int, ...]] = {}
         self._file = _open(path) if path is not None else None
 
-    def known(self, keys: Iterable[Key]) -> dict[Key, tuple[int, ...]]:
+    def known(self, keys: Iterable[AnswerKey]) -> dict[AnswerKey, tuple[int, ...]]:
         """Those of the keys that have an answer."""
         looked_up = ((key, self._look_up(key)) for key in keys)
         return {key: tokens for key, tokens in looked_up if tokens is not None}
 
-    def remember(self, answers: Mapping[Key, tuple[int, ...]]) -> None:
+    def remember(self, answers: Mapping[AnswerKey, tuple[int, ...]]) -> None:
         """Keep new answers; all of them reach the disk together."""
         self._known.update(answers)
         if self._file is not None:
@@ -63,7 +63,7 @@ class Answers:
         if self._file is not None:
             self._file.close()
 
-    def _look_up(self, key: Key) -> tuple[int, ...] | None:
+    def _look_up(self, key: AnswerKey) -> tuple[int, ...] | None:
         shipped = self.shipped.one(*key) if self.shipped is not None else None
         if shipped is not None:
             return shipped
@@ -76,7 +76,7 @@ class Answers:
         self._known[key] = tuple(map(int, row[0].split()))
         return self._known[key]
 
-    def _row(self, key: Key) -> tuple[str | int, ...]:
+    def _row(self, key: AnswerKey) -> tuple[str | int, ...]:
         sample, knobs = key
         return self.model, sample, knobs.tier, knobs.insertion_position, knobs.top_k, knobs.blocks
 
@@ -107,12 +107,12 @@ def _open(path: Path) -> sqlite3.Connection:
         ) from error
 
 
-def recall(
+def answer_with_cache(
     executor: Executor,
-    answers: Answers,
-    requests: Sequence[Request],
+    answers: AnswerCache,
+    requests: Sequence[AnswerRequest],
     *,
-    prefix: Prefix | None = None,
+    prefix: PrefixStates | None = None,
     max_new_tokens: int = 1,
     stop_token: int | None = None,
 ) -> list[tuple[int, ...]]:

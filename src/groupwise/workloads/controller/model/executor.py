@@ -19,13 +19,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import Adapter, Prompt, Sample
-from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, Work
-from groupwise.workloads.controller.model.packing import Blocks, KeysValues, Packing, Past, Tally
+from groupwise.workloads.controller.model.adapters import ModelAdapter, Prompt, Sample
+from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, WorkCounts
+from groupwise.workloads.controller.model.packing import BlockKVCache, BlockRunner, KeysValues, PackedRows, WorkCounter
 
 
 @dataclass
-class Row:
+class DecodingSequence:
     """One answer in the making."""
 
     path: tuple[int, ...]
@@ -46,14 +46,21 @@ class Row:
 class _Cache:
     """One block's rows, and their keys and values."""
 
-    rows: list[Row]
-    past: Past
+    rows: list[DecodingSequence]
+    past: BlockKVCache
 
 
-def decode(blocks: Blocks, rows: Sequence[Row], *, new_tokens: int, stop_token: int | None, tally: Tally) -> None:
+def decode(
+    blocks: BlockRunner,
+    rows: Sequence[DecodingSequence],
+    *,
+    new_tokens: int,
+    stop_token: int | None,
+    tally: WorkCounter,
+) -> None:
     """Append tokens to every row, up to `new_tokens` more or its stop token. n tokens in all take n - 1 steps."""
     live = [row for row in rows if row.tokens[-1] != stop_token]
-    caches = _caches(live, new_tokens) if live and new_tokens else {}
+    caches = _block_caches(live, new_tokens) if live and new_tokens else {}
     for _ in range(new_tokens):
         if not live:
             return
@@ -61,32 +68,34 @@ def decode(blocks: Blocks, rows: Sequence[Row], *, new_tokens: int, stop_token: 
         for row, token in zip(live, blocks.adapter.logits(hidden).argmax(-1).tolist(), strict=True):
             row.tokens.append(token)
         live = [row for row in live if row.tokens[-1] != stop_token]
-        _let_go(caches, live)
+        _drop_finished(caches, live)
 
 
-def _caches(rows: Sequence[Row], room: int) -> dict[int, _Cache]:
+def _block_caches(rows: Sequence[DecodingSequence], room: int) -> dict[int, _Cache]:
     """For every block that still has work, the rows it runs on."""
     caches = {}
     for block in range(len(rows[0].path)):
         here = [row for row in rows if row.path[block]]
         kept = [row.keys_values[block] for row in here]
         if here:
-            caches[block] = _Cache(here, Past([pair for pair in kept if pair is not None], room))
+            caches[block] = _Cache(here, BlockKVCache([pair for pair in kept if pair is not None], room))
     return caches
 
 
-def _step(blocks: Blocks, live: Sequence[Row], caches: dict[int, _Cache], tally: Tally) -> Tensor:
+def _step(
+    blocks: BlockRunner, live: Sequence[DecodingSequence], caches: dict[int, _Cache], tally: WorkCounter
+) -> Tensor:
     hidden = blocks.adapter.embed(torch.tensor([row.tokens[-1] for row in live]))
     place = {id(row): nth for nth, row in enumerate(live)}
     for block, cache in caches.items():
         here = torch.tensor([place[id(row)] for row in cache.rows])
         top_k = torch.tensor([row.path[block] for row in cache.rows])
-        packing = Packing((1,) * len(cache.rows), top_k, tally, cache.past)
+        packing = PackedRows((1,) * len(cache.rows), top_k, tally, cache.past)
         hidden[here] = blocks.step(block, hidden[here], [row.next_place for row in cache.rows], packing)
     return hidden
 
 
-def _let_go(caches: dict[int, _Cache], live: Sequence[Row]) -> None:
+def _drop_finished(caches: dict[int, _Cache], live: Sequence[DecodingSequence]) -> None:
     """Finished rows leave; a block without rows is not called any more."""
     staying_ids = {id(row) for row in live}
     for block, cache in list(caches.items()):
@@ -98,20 +107,20 @@ def _let_go(caches: dict[int, _Cache], live: Sequence[Row]) -> None:
             cache.rows = [cache.rows[nth] for nth in staying]
 
 
-Head = tuple[str, str]
+PromptKey = tuple[str, str]
 """A sample's name and a tier."""
-Path = tuple[int, ...]
-Node = tuple[Head, Path]
+BlockPath = tuple[int, ...]
+TreeNode = tuple[PromptKey, BlockPath]
 """What has been computed: a head, and how its first blocks were run."""
 
 
 @dataclass(frozen=True)
-class Request:
+class AnswerRequest:
     sample: Sample
     knobs: Knobs
 
     @property
-    def head(self) -> Head:
+    def head(self) -> PromptKey:
         return self.sample.name, self.knobs.tier
 
 
@@ -123,31 +132,31 @@ class Answer:
 
 
 @dataclass
-class Known:
+class ComputedStates:
     """States and keys and values by node, and a count of what was run for them."""
 
-    prompts: dict[Head, Prompt]
-    states: dict[Node, Float[Tensor, "tokens width"]]
-    keys_values: dict[Node, KeysValues] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
+    prompts: dict[PromptKey, Prompt]
+    states: dict[TreeNode, Float[Tensor, "tokens width"]]
+    keys_values: dict[TreeNode, KeysValues] = field(default_factory=dict)
+    tally: WorkCounter = field(default_factory=WorkCounter)
     crops: int = 0
     patches: int = 0
 
     @property
-    def work(self) -> Work:
-        return Work(self.crops, self.tally.block_rows, self.tally.expert_pairs, self.patches)
+    def work(self) -> WorkCounts:
+        return WorkCounts(self.crops, self.tally.block_rows, self.tally.expert_pairs, self.patches)
 
 
 @dataclass(frozen=True)
-class Prefix:
+class PrefixStates:
     """The blocks before an insertion position, the largest or one that was asked for, run in full once per head."""
 
-    latency_tokens: dict[Head, Float[Tensor, "positions width"]]
+    latency_tokens: dict[PromptKey, Float[Tensor, "positions width"]]
     """What the controller's second stage reads, one line for each insertion position that was reached."""
-    known: Known
+    known: ComputedStates
 
 
-def with_latency_token(
+def append_latency_token(
     prompt: Float[Tensor, "tokens width"], question_tokens: int, *, latency_token: Float[Tensor, " width"] | None = None
 ) -> Float[Tensor, "more width"]:
     """A prompt, or its question alone, and a token behind it that starts as the given one.
@@ -162,8 +171,8 @@ def with_latency_token(
 class Executor:
     """One model, its knobs, and no memory of earlier calls."""
 
-    def __init__(self, adapter: Adapter, options: KnobOptions):
-        self.adapter, self.options, self.blocks = adapter, options, Blocks(adapter)
+    def __init__(self, adapter: ModelAdapter, options: KnobOptions):
+        self.adapter, self.options, self.blocks = adapter, options, BlockRunner(adapter)
 
     @torch.inference_mode()
     def prefix(
@@ -172,8 +181,8 @@ class Executor:
         latency_token: Float[Tensor, " width"] | None = None,
         *,
         positions: Sequence[int] | None = None,
-    ) -> Prefix:
-        """Run the first blocks with a latency token after each prompt: see `with_latency_token`.
+    ) -> PrefixStates:
+        """Run the first blocks with a latency token after each prompt: see `append_latency_token`.
 
         It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped. With
         `positions`, one a head, no block after a head's own position runs, and later positions have no latency token.
@@ -184,11 +193,11 @@ class Executor:
         names.sort(key=lambda name: len(known.states[name, ()]))
         asked, path = {sample.name: len(sample.question) for sample, _ in heads}, self.options.path(self.options.full)
         rows = {
-            name: with_latency_token(known.states[name, ()], asked[name[0]], latency_token=latency_token)
+            name: append_latency_token(known.states[name, ()], asked[name[0]], latency_token=latency_token)
             for name in names
         }
         places = {name: _with_one_more(known.prompts[name]) for name in names}
-        seen: dict[Head, list[Tensor]] = {name: [] for name in names}
+        seen: dict[PromptKey, list[Tensor]] = {name: [] for name in names}
         with self.blocks.installed():
             for block in range(max(last.values())):
                 running = [name for name in names if last[name] > block]
@@ -204,17 +213,17 @@ class Executor:
                     known.states[node], known.keys_values[node] = rows[name][:-1], (keys[:, :-1], values[:, :-1])
                     seen[name].append(rows[name][-1])
         found = {name: [seen[name][nth - 1] for nth in offered if nth <= last[name]] for name in names}
-        return Prefix({name: torch.stack(tokens) for name, tokens in found.items()}, known)
+        return PrefixStates({name: torch.stack(tokens) for name, tokens in found.items()}, known)
 
     @torch.inference_mode()
     def answer(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[AnswerRequest],
         *,
-        prefix: Prefix | None = None,
+        prefix: PrefixStates | None = None,
         max_new_tokens: int = 1,
         stop_token: int | None = None,
-    ) -> tuple[list[Answer], Work]:
+    ) -> tuple[list[Answer], WorkCounts]:
         """Greedy answers in the order of the requests, and the work that was done for them."""
         for request in requests:
             self.options.check(request.knobs)
@@ -231,13 +240,13 @@ class Executor:
         }
         return [found[leaf] for leaf in leaves], known.work
 
-    def _encode(self, heads: Sequence[tuple[Sample, str]]) -> Known:
+    def _encode(self, heads: Sequence[tuple[Sample, str]]) -> ComputedStates:
         encoded = self.adapter.encode(heads)
         prompts = {(sample.name, tier): prompt for (sample, tier), prompt in zip(heads, encoded.prompts, strict=True)}
-        states: dict[Node, Tensor] = {(head, ()): prompt.states for head, prompt in prompts.items()}
-        return Known(prompts, states, crops=encoded.crops, patches=encoded.patches)
+        states: dict[TreeNode, Tensor] = {(head, ()): prompt.states for head, prompt in prompts.items()}
+        return ComputedStates(prompts, states, crops=encoded.crops, patches=encoded.patches)
 
-    def _start(self, requests: Sequence[Request], prefix: Prefix | None) -> Known:
+    def _start(self, requests: Sequence[AnswerRequest], prefix: PrefixStates | None) -> ComputedStates:
         """Embeddings of what is asked about, or what a prefix pass has left."""
         if prefix is not None:
             missing = {request.head for request in requests} - prefix.known.prompts.keys()
@@ -245,10 +254,10 @@ class Executor:
                 raise UserError(
                     f"The prefix pass did not see {sorted(missing)}: give prefix() every (sample, tier) that is asked."
                 )
-            return Known(prefix.known.prompts, dict(prefix.known.states), dict(prefix.known.keys_values))
+            return ComputedStates(prefix.known.prompts, dict(prefix.known.states), dict(prefix.known.keys_values))
         return self._encode(list({r.head: (r.sample, r.knobs.tier) for r in requests}.values()))
 
-    def _run(self, known: Known, leaves: Sequence[Node], *, keep: bool) -> None:
+    def _run(self, known: ComputedStates, leaves: Sequence[TreeNode], *, keep: bool) -> None:
         """Block after block, each distinct path once; rows of equal length stand together.
 
         States are let go when the next block has read them; keys and values are kept only for tokens to come.
@@ -267,7 +276,7 @@ class Executor:
                 del known.states[node]
 
     def _run_block(
-        self, known: Known, block: int, running: Sequence[Node], ending: Sequence[bool], *, keep: bool
+        self, known: ComputedStates, block: int, running: Sequence[TreeNode], ending: Sequence[bool], *, keep: bool
     ) -> None:
         parents = [known.states[head, path[:-1]] for head, path in running]
         prompts = [known.prompts[head] for head, _ in running]
@@ -279,10 +288,10 @@ class Executor:
         if keep:
             known.keys_values |= zip(running, pairs, strict=True)
 
-    def _row(self, known: Known, leaf: Node, first_token: int) -> Row:
+    def _row(self, known: ComputedStates, leaf: TreeNode, first_token: int) -> DecodingSequence:
         head, path = leaf
         kept = [known.keys_values.get((head, path[: block + 1])) if k else None for block, k in enumerate(path)]
-        return Row(path, known.prompts[head].next_place, kept, [first_token])
+        return DecodingSequence(path, known.prompts[head].next_place, kept, [first_token])
 
 
 def _with_one_more(prompt: Prompt) -> Int64[Tensor, "axes more"]:
@@ -290,17 +299,17 @@ def _with_one_more(prompt: Prompt) -> Int64[Tensor, "axes more"]:
     return torch.nn.functional.pad(prompt.places, (0, 1), value=prompt.next_place)
 
 
-def picture_of(sample: Sample) -> Hashable:
+def image_key(sample: Sample) -> Hashable:
     """Samples with the same crops (the same object, not equal ones) and the same words before them share a picture."""
     return id(sample.crops), sample.before
 
 
 @torch.inference_mode()
-def latency_tokens_by_picture(
+def latency_tokens_of_image(
     executor: Executor, samples: Sequence[Sample], latency_token: Float[Tensor, " width"] | None = None
-) -> dict[Head, Float[Tensor, "positions width"]]:
+) -> dict[PromptKey, Float[Tensor, "positions width"]]:
     """For samples that share a picture, at every tier, what `Executor.prefix` would find for each alone."""
-    assert len({picture_of(sample) for sample in samples}) == 1, "one picture at a time"
+    assert len({image_key(sample) for sample in samples}) == 1, "one picture at a time"
     tiers, offered = list(executor.options.crops), executor.options.insertion_positions
     prompts = executor.adapter.encode([(sample, tier) for tier in tiers for sample in samples]).prompts
     by_tier = [prompts[start : start + len(samples)] for start in range(0, len(prompts), len(samples))]
@@ -308,11 +317,11 @@ def latency_tokens_by_picture(
     shared = [len(each[0].states) - questions[0] for each in by_tier]
     states = [_states(each, start, latency_token) for each, start in zip(by_tier, shared, strict=True)]
     places = [_places(each, start) for each, start in zip(by_tier, shared, strict=True)]
-    visible = [_visible(start, questions).to(states[0].device) for start in shared]
+    visible = [_branch_mask(start, questions).to(states[0].device) for start in shared]
     top_k, seen = [executor.options.full_top_k or 1] * len(tiers), list[list[Tensor]]()
     with executor.blocks.installed():
         for block in range(max(offered)):
-            states, _ = executor.blocks.run(block, states, places, top_k, Tally(), visible=visible)
+            states, _ = executor.blocks.run(block, states, places, top_k, WorkCounter(), visible=visible)
             states = [each[0].after_block(block, state) for each, state in zip(by_tier, states, strict=True)]
             seen.append(states)
     ends = torch.tensor([length + 1 for length in questions]).cumsum(0) - 1
@@ -326,7 +335,7 @@ def latency_tokens_by_picture(
 def _states(prompts: Sequence[Prompt], start: int, latency_token: Tensor | None) -> Float[Tensor, "tokens width"]:
     """The picture, then every question with a latency token behind it."""
     questions = [prompt.states[start:] for prompt in prompts]
-    behind = [with_latency_token(question, len(question), latency_token=latency_token) for question in questions]
+    behind = [append_latency_token(question, len(question), latency_token=latency_token) for question in questions]
     return torch.cat([prompts[0].states[:start], *behind])
 
 
@@ -335,7 +344,7 @@ def _places(prompts: Sequence[Prompt], start: int) -> Int64[Tensor, "axes tokens
     return torch.cat([prompts[0].places[:, :start], *questions], dim=1)
 
 
-def _visible(start: int, questions: Sequence[int]) -> Bool[Tensor, "tokens tokens"]:
+def _branch_mask(start: int, questions: Sequence[int]) -> Bool[Tensor, "tokens tokens"]:
     """Who sees whom: what came before, of the picture and of one's own question."""
     branch = torch.tensor([0] * start + [nth for nth, length in enumerate(questions, 1) for _ in range(length + 1)])
     return ((branch == 0) | (branch == branch[:, None])).tril()

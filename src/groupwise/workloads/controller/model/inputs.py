@@ -1,5 +1,5 @@
 """From a picture and a question in words to a sample.
-Pictures for the vision towers: opened with care, cut into crops or resized, and normalised.
+Pictures for the vision towers: opened with care, cut into crops or resized, and normalized.
 A picture and a question in words, as users have them, for any model that can be loaded by name.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import Sample
-from groupwise.workloads.controller.model.images import Statistics, open_image, read_image
+from groupwise.workloads.controller.model.images import ImageNormalization, open_image, read_image
 from groupwise.workloads.controller.model.load import EMBEDDED, LoadedModel
 from groupwise.workloads.controller.task import Question
 
@@ -30,7 +30,7 @@ def sample_from(image: Path | str | Image.Image, question: str, loaded: LoadedMo
     says with the image token where the image stands.
     """
     statistics = check_processors(loaded)
-    before, after = words_around(question, loaded)
+    before, after = prompt_token_ids(question, loaded)
     crops = loaded.adapter.cut(open_image(image), loaded.options, statistics)
     check_length(len(before) + len(after), crops, loaded)
     digest = hashlib.blake2b(repr((before, after)).encode(), digest_size=16)
@@ -40,7 +40,7 @@ def sample_from(image: Path | str | Image.Image, question: str, loaded: LoadedMo
     return Sample(digest.hexdigest(), crops, after, before)
 
 
-def check_processors(loaded: LoadedModel) -> Statistics:
+def check_processors(loaded: LoadedModel) -> ImageNormalization:
     """Refuse a model that came without what turns words and pictures into its input."""
     if loaded.tokenizer is None or loaded.statistics is None:
         missing = "tokenizer" if loaded.tokenizer is None else "image processor"
@@ -51,7 +51,7 @@ def check_processors(loaded: LoadedModel) -> Statistics:
     return loaded.statistics
 
 
-def words_around(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def prompt_token_ids(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Token ids before and after the image."""
     tokenizer, image_id = loaded.tokenizer, loaded.model.config.image_token_id
     image_word = tokenizer.convert_ids_to_tokens(image_id)
@@ -66,14 +66,16 @@ def words_around(question: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
     begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
     ids = tuple(tokenizer(text, add_special_tokens=not begun)["input_ids"])
     if ids.count(image_id) != 1:
-        raise UserError(_misplaced(image_word, ids.count(image_id), templated=tokenizer.chat_template is not None))
+        raise UserError(
+            _image_token_error(image_word, ids.count(image_id), templated=tokenizer.chat_template is not None)
+        )
     place = ids.index(image_id)
     if place + 1 == len(ids):
         raise UserError(f"Nothing follows the image token {image_word!r} in the prompt. Ask after it, as models do.")
     return ids[:place], ids[place + 1 :]
 
 
-def _misplaced(image_word: str, count: int, *, templated: bool) -> str:
+def _image_token_error(image_word: str, count: int, *, templated: bool) -> str:
     if not templated:
         return (
             f"The prompt holds the image token {image_word!r} {count} times: it must stand once, where the image"
@@ -102,12 +104,12 @@ def check_length(words: int, crops: Mapping[str, Tensor], loaded: LoadedModel) -
         )
 
 
-Picture = Path | str | Image.Image | Tensor | np.ndarray[Any, Any]
+ImageInput = Path | str | Image.Image | Tensor | np.ndarray[Any, Any]
 """A file or a picture; for mosaic also its pixels, height x width."""
 QUESTION = "{question}"
 
 
-def question_about(image: Picture, text: str, loaded: LoadedModel, *, prompt: str = QUESTION) -> Question:
+def make_question(image: ImageInput, text: str, loaded: LoadedModel, *, prompt: str = QUESTION) -> Question:
     """One thing to ask, without a known answer."""
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"The question is {text!r}: ask something about the image, in words.")
@@ -130,14 +132,14 @@ def speller(loaded: LoadedModel) -> Callable[[Sequence[int]], str]:
     return lambda tokens: loaded.tokenizer.decode(list(tokens), skip_special_tokens=True).strip()
 
 
-def stop_token_of(loaded: LoadedModel) -> int | None:
+def stop_token_id(loaded: LoadedModel) -> int | None:
     """The token that ends an answer; None for a model that has none."""
     known = [getattr(holder, "eos_token_id", None) for holder in (loaded.tokenizer, loaded.adapter.text_config)]
     ends = [token for token in known if isinstance(token, int)]
     return ends[0] if ends else None
 
 
-def _sample(image: Picture, text: str, loaded: LoadedModel) -> Sample:
+def _sample(image: ImageInput, text: str, loaded: LoadedModel) -> Sample:
     if loaded.name == EMBEDDED:
         from groupwise.workloads.controller.tasks.mosaic import questions as words
         from groupwise.workloads.controller.tasks.mosaic.task import mosaic_sample
@@ -148,12 +150,12 @@ def _sample(image: Picture, text: str, loaded: LoadedModel) -> Sample:
     if isinstance(image, Tensor | np.ndarray):
         raise UserError(
             f"The image is an array of shape {tuple(image.shape)}: {loaded.name!r} takes a file or a PIL picture, which"
-            " it cuts and normalises itself. Make one with PIL.Image.fromarray."
+            " it cuts and normalizes itself. Make one with PIL.Image.fromarray."
         )
     return sample_from(image, text, loaded)
 
 
-def _brightness(image: Picture) -> Float[Tensor, "height width"]:
+def _brightness(image: ImageInput) -> Float[Tensor, "height width"]:
     """From 0 for black to 1 for white, as mosaics are drawn."""
     if _is_path(image):
         image = read_image(Path(str(image)))
@@ -170,5 +172,5 @@ def _brightness(image: Picture) -> Float[Tensor, "height width"]:
     return bright
 
 
-def _is_path(image: Picture) -> bool:
+def _is_path(image: ImageInput) -> bool:
     return isinstance(image, Path | str)

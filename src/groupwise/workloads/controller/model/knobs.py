@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from groupwise.core.errors import UserError
 
 if TYPE_CHECKING:
-    from groupwise.workloads.controller.model.adapters import Adapter
+    from groupwise.workloads.controller.model.adapters import ModelAdapter
 
 
 @dataclass(frozen=True, order=True)
@@ -130,7 +130,7 @@ class KnobOptions:
 
 
 @dataclass(frozen=True)
-class Work:
+class WorkCounts:
     """What was executed, counted."""
 
     crops: int = 0
@@ -142,8 +142,8 @@ class Work:
     patches: int = 0
     """Patches through the vision tower, where a tier is a number of pixels."""
 
-    def __add__(self, other: Work) -> Work:
-        return Work(
+    def __add__(self, other: WorkCounts) -> WorkCounts:
+        return WorkCounts(
             self.crops + other.crops,
             self.block_rows + other.block_rows,
             self.expert_pairs + other.expert_pairs,
@@ -151,7 +151,7 @@ class Work:
         )
 
 
-def work_of_answer(options: KnobOptions, knobs: Knobs, tokens: int, patches: int = 0) -> Work:
+def work_of_answer(options: KnobOptions, knobs: Knobs, tokens: int, patches: int = 0) -> WorkCounts:
     """What one answer of one token costs when nothing is shared: `tokens` of prompt through its blocks.
 
     In the last block that runs only the last token is taken to experts: nobody reads the others any more.
@@ -160,7 +160,7 @@ def work_of_answer(options: KnobOptions, knobs: Knobs, tokens: int, patches: int
     top_ks = [top_k if options.has_experts(block) else 0 for block, top_k in enumerate(path)]
     last = max(block for block, top_k in enumerate(path) if top_k)
     pairs = tokens * sum(top_ks) - (tokens - 1) * top_ks[last]
-    return Work(1 + options.crops[knobs.tier], sum(k > 0 for k in path), pairs, patches)
+    return WorkCounts(1 + options.crops[knobs.tier], sum(k > 0 for k in path), pairs, patches)
 
 
 _LATEST_INSERTION_POSITION = 5
@@ -168,7 +168,7 @@ _LATEST_INSERTION_POSITION = 5
 _REMOVED_FIRST_OF_16 = (4, 13, 10, 2)
 
 
-def default_options(adapter: Adapter, drop_order: Sequence[int] | None = None) -> KnobOptions:
+def default_options(adapter: ModelAdapter, drop_order: Sequence[int] | None = None) -> KnobOptions:
     """Up to a quarter of the blocks may go, top-k down to half, the second choice after block 1 to 5, and the family's
     tiers. Without a measured `drop_order` it is guessed.
     """

@@ -15,10 +15,10 @@ import transformers
 from transformers.utils import cached_file
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import Adapter, adapt, check_family
-from groupwise.workloads.controller.model.images import Statistics
+from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_for, check_family
+from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions, default_options
-from groupwise.workloads.hub import fetched, model_source
+from groupwise.workloads.hub import load_from_hub, resolve_model
 
 EMBEDDED = "mosaic"
 _IMPORTANCE = "importance.json"
@@ -31,19 +31,19 @@ class LoadedModel:
 
     name: str
     model: Any
-    adapter: Adapter
+    adapter: ModelAdapter
     options: KnobOptions
     drop_order_is_measured: bool
     """False where nobody has stored an importance.json with the model: then it is a guess."""
     tokenizer: Any = None
     """None where the model came without one."""
-    statistics: Statistics | None = None
-    """How its images are normalised; None where the model came without an image processor."""
+    statistics: ImageNormalization | None = None
+    """How its images are normalized; None where the model came without an image processor."""
 
     @cached_property
     def identity(self) -> str:
         """The key for what is remembered of this model: answers, latencies."""
-        return model_identity(self.model)
+        return weights_fingerprint(self.model)
 
 
 def load_model(
@@ -52,19 +52,19 @@ def load_model(
     """The model called "mosaic", the one in a folder, or the one of that name on the hub; on the accelerator if there
     is one and no device is named. `dtype` "auto" is the one that it was saved in.
     """
-    device = device or here()
+    device = device or default_device()
     if str(name) == EMBEDDED:
         from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
         from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
 
         model = load_mosaic(dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32).to(device)
-        return LoadedModel(EMBEDDED, model, adapt(model), mosaic_options(), drop_order_is_measured=True)
+        return LoadedModel(EMBEDDED, model, adapter_for(model), mosaic_options(), drop_order_is_measured=True)
     source = _source(name)
     config = read_config(source)
     family = (config.architectures or [type(config).__name__])[0]
     check_family(family, config)
     model = _weights(source, family, dtype).to(device).eval()
-    adapter, order = adapt(model), _drop_order(source)
+    adapter, order = adapter_for(model), _drop_order(source)
     return LoadedModel(
         name=source,
         model=model,
@@ -84,15 +84,15 @@ def read_config(source: str) -> Any:
 def load_text_model(source: str) -> Any:
     """A model that writes and does not see, as it was saved."""
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return _fetched(source, lambda: load(source, dtype="auto")).eval().to(here())
+    return _fetched(source, lambda: load(source, dtype="auto")).eval().to(default_device())
 
 
-def here() -> torch.device:
+def default_device() -> torch.device:
     """The accelerator if there is one, else the CPU."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
-def model_identity(model: Any) -> str:
+def weights_fingerprint(model: Any) -> str:
     """A hash of the model's class, its configuration and the bytes of all its weights: what answers depend on."""
     digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=16)
     digest.update(json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str).encode())
@@ -111,7 +111,7 @@ def _lasting(config: Any) -> Any:
 
 
 def _source(name: str | Path) -> str:
-    return model_source(
+    return resolve_model(
         name,
         no_folder=f"There is no folder {name}. Name a folder with a model, a name on the hub, or {EMBEDDED!r}.",
         no_model=f"The folder {name} holds no config.json, so no model: name one made by save_pretrained().",
@@ -119,7 +119,7 @@ def _source(name: str | Path) -> str:
 
 
 def _fetched(source: str, fetch: Callable[[], _Found]) -> _Found:
-    return fetched(source, fetch, called=f"The model {source!r}", remedy=f"; {EMBEDDED!r} is always there")
+    return load_from_hub(source, fetch, called=f"The model {source!r}", remedy=f"; {EMBEDDED!r} is always there")
 
 
 def _weights(source: str, family: str, dtype: torch.dtype | str) -> Any:
@@ -175,8 +175,8 @@ def _tokenizer(source: str) -> Any:
     return tokenizer
 
 
-def _statistics(source: str) -> Statistics | None:
+def _statistics(source: str) -> ImageNormalization | None:
     if _part(source, "preprocessor_config.json", "processor_config.json") is None:
         return None
     processor = _fetched(source, lambda: transformers.AutoImageProcessor.from_pretrained(source, backend="pil"))
-    return Statistics(tuple(processor.image_mean), tuple(processor.image_std))
+    return ImageNormalization(tuple(processor.image_mean), tuple(processor.image_std))

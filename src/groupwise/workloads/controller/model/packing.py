@@ -22,13 +22,13 @@ from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import Adapter
+from groupwise.workloads.controller.model.adapters import ModelAdapter
 
 NAME = "groupwise_packed"
 
 
 @dataclass
-class Tally:
+class WorkCounter:
     """Counts what really ran, where it runs."""
 
     block_rows: int = 0
@@ -36,14 +36,14 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PackedRows:
     """How the rows lie in the packed sequence, and how many experts each token gets."""
 
     lengths: tuple[int, ...]
     top_k: Int64[Tensor, " tokens"]
     """0 for a token whose state nobody will read."""
-    tally: Tally
-    past: Past | None = None
+    tally: WorkCounter
+    past: BlockKVCache | None = None
     """Keys and values of earlier tokens, when every row is one new token."""
     visible: Sequence[Bool[Tensor, "_ _"]] | None = None
     """For every row, which tokens (down) see which (across); else all that came before."""
@@ -56,7 +56,7 @@ class Packing:
             yield from ((length, None, len(list(equals))) for length, equals in groupby(self.lengths))
 
 
-class Past:
+class BlockKVCache:
     """One block's keys and values for the rows that it runs on, padded to the longest with room for new tokens."""
 
     def __init__(self, rows: Sequence[tuple[Tensor, Tensor]], room: int):
@@ -81,11 +81,11 @@ class Past:
         self.lengths, self.keys, self.values = self.lengths[chosen], self.keys[chosen], self.values[chosen]
 
 
-_packing: ContextVar[Packing | None] = ContextVar("packing", default=None)
+_packing: ContextVar[PackedRows | None] = ContextVar("packing", default=None)
 
 
 @contextmanager
-def packed(packing: Packing) -> Iterator[None]:
+def packed_rows(packing: PackedRows) -> Iterator[None]:
     """The rows that the blocks called meanwhile hold."""
     token = _packing.set(packing)
     try:
@@ -94,13 +94,13 @@ def packed(packing: Packing) -> Iterator[None]:
         _packing.reset(token)
 
 
-def current() -> Packing:
+def current_packing() -> PackedRows:
     packing = _packing.get()
     assert packing is not None, f"{NAME} works only inside packed()"
     return packing
 
 
-def attend_inside_rows(
+def packed_attention(
     module: nn.Module,
     query: Float[Tensor, "1 heads tokens width"],
     key: Float[Tensor, "1 kv_heads tokens width"],
@@ -111,8 +111,8 @@ def attend_inside_rows(
     **more: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of each row to itself; neighbours of equal length go together."""
-    packing = current()
-    _refuse_what_would_be_left_out(more, packing)
+    packing = current_packing()
+    _check_supported_attention(more, packing)
     grouped = key.shape[1] != query.shape[1]
     if packing.past is not None:
         packing.past.append(key[0].transpose(0, 1), value[0].transpose(0, 1))
@@ -138,7 +138,7 @@ def attend_inside_rows(
     return result, None
 
 
-def _refuse_what_would_be_left_out(asked: dict[str, Any], packing: Packing) -> None:
+def _check_supported_attention(asked: dict[str, Any], packing: PackedRows) -> None:
     """Some models ask for more than causal attention: better no answer than another one than theirs."""
     longest = max(packing.lengths) if packing.past is None else int(packing.past.lengths.max()) + 1
     window = asked.get("sliding_window")
@@ -154,7 +154,7 @@ def _refuse_what_would_be_left_out(asked: dict[str, Any], packing: Packing) -> N
             )
 
 
-def experts_of_row(
+def per_row_top_k_experts(
     self: Any,
     hidden: Float[Tensor, "tokens width"],
     top_k_index: Int64[Tensor, "tokens k"],
@@ -162,12 +162,12 @@ def experts_of_row(
 ) -> Float[Tensor, "tokens width"]:
     """Only the pairs that each token's own top-k asks for, expert by expert on contiguous rows.
 
-    The router has sorted its choices, so a smaller k keeps the first ones. Weights that the model renormalises are
-    renormalised over what is kept.
+    The router has sorted its choices, so a smaller k keeps the first ones. Weights that the model renormalizes are
+    renormalized over what is kept.
     """
-    packing = current()
+    packing = current_packing()
     wanted = torch.arange(top_k_index.shape[1], device=hidden.device) < packing.top_k[:, None].to(hidden.device)
-    if getattr(self, "groupwise_renormalise", False):
+    if getattr(self, "groupwise_renormalize", False):
         kept = top_k_weights * wanted
         top_k_weights = kept / kept.sum(1, keepdim=True)
     chosen = wanted.flatten().nonzero()[:, 0]
@@ -175,8 +175,8 @@ def experts_of_row(
     token, expert = chosen // wanted.shape[1], top_k_index.flatten()[chosen]
     order = expert.argsort(stable=True)
     counts = torch.bincount(expert, minlength=self.num_experts)
-    gate, up = _by_expert(hidden.index_select(0, token[order]), self.gate_up_proj, counts).chunk(2, dim=-1)
-    found = _by_expert(self.act_fn(gate).mul_(up), self.down_proj, counts)
+    gate, up = _grouped_linear(hidden.index_select(0, token[order]), self.gate_up_proj, counts).chunk(2, dim=-1)
+    found = _grouped_linear(self.act_fn(gate).mul_(up), self.down_proj, counts)
     # The weighted sum of each token's pairs: one pass, where a scatter would take three.
     places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
     ends = wanted.sum(1).cumsum(0)
@@ -185,7 +185,7 @@ def experts_of_row(
     return embedding_bag(places, found, starts, mode="sum", per_sample_weights=weights)
 
 
-def _by_expert(
+def _grouped_linear(
     rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], counts: Int64[Tensor, " experts"]
 ) -> Float[Tensor, "pairs out"]:
     """Each run of rows times the weights of its expert: in one call where torch has one for it."""
@@ -202,8 +202,8 @@ def _can_group(rows: Tensor, weights: Tensor) -> bool:
     return rows.dtype in offered and aligned
 
 
-AttentionInterface.register(NAME, attend_inside_rows)
-ALL_EXPERTS_FUNCTIONS.register(NAME, experts_of_row)
+AttentionInterface.register(NAME, packed_attention)
+ALL_EXPERTS_FUNCTIONS.register(NAME, per_row_top_k_experts)
 
 
 Rotary = tuple[Tensor, Tensor]
@@ -211,10 +211,10 @@ Rotary = tuple[Tensor, Tensor]
 KeysValues = tuple[Float[Tensor, "heads tokens width"], Float[Tensor, "heads tokens width"]]
 
 
-class Blocks:
+class BlockRunner:
     """Calls transformers' own blocks on packed rows, and counts what it calls."""
 
-    def __init__(self, adapter: Adapter):
+    def __init__(self, adapter: ModelAdapter):
         self.adapter = adapter
         self._placed: tuple[list[Tensor], Rotary] | None = None
 
@@ -224,7 +224,7 @@ class Blocks:
         rows: Sequence[Float[Tensor, "_ width"]],
         places: Sequence[Int64[Tensor, "axes _"]],
         top_ks: Sequence[int],
-        tally: Tally,
+        tally: WorkCounter,
         ending: Sequence[bool] | None = None,
         visible: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], list[KeysValues]]:
@@ -237,13 +237,13 @@ class Blocks:
         last = torch.tensor(lengths).cumsum(0) - 1
         before = torch.tensor([0 if ends else k for k, ends in zip(top_ks, ending or [False] * len(rows), strict=True)])
         top_k = before.repeat_interleave(torch.tensor(lengths)).index_copy(0, last, torch.tensor(top_ks))
-        packing, record = Packing(lengths, top_k, tally, visible=visible), _Record()
+        packing, record = PackedRows(lengths, top_k, tally, visible=visible), _KVRecorder()
         output = self._call(block, torch.cat(list(rows)), self._rotary(places), packing, record)
         keys, values = record.keys[0].split(lengths, dim=1), record.values[0].split(lengths, dim=1)
         return list(output.split(lengths)), list(zip(keys, values, strict=True))
 
     def step(
-        self, block: int, hidden: Float[Tensor, "rows width"], places: Sequence[int], packing: Packing
+        self, block: int, hidden: Float[Tensor, "rows width"], places: Sequence[int], packing: PackedRows
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's past."""
         return self._call(block, hidden, self.adapter.rotary(torch.tensor([places])), packing, None)
@@ -257,9 +257,9 @@ class Blocks:
         self._placed = list(places), self.adapter.rotary(torch.cat(list(places), dim=1))
         return self._placed[1]
 
-    def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: Packing, record: Any) -> Tensor:
+    def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: PackedRows, record: Any) -> Tensor:
         packing.tally.block_rows += len(packing.lengths)
-        with packed(packing):
+        with packed_rows(packing):
             output = self.adapter.blocks[block](
                 hidden[None],
                 position_embeddings=rotary,
@@ -280,7 +280,7 @@ class Blocks:
             config._attn_implementation, config._experts_implementation = before
 
 
-class _Record:
+class _KVRecorder:
     """Takes the place of a cache: hands keys and values on as they are, and keeps them."""
 
     keys: Tensor

@@ -12,14 +12,20 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
-from groupwise.workloads.controller.conditions import Conditions, Rows
-from groupwise.workloads.controller.model.executor import Executor, Head, Prefix, latency_tokens_by_picture, picture_of
+from groupwise.workloads.controller.conditions import ConditionIndices, Conditions
+from groupwise.workloads.controller.model.executor import (
+    Executor,
+    PrefixStates,
+    PromptKey,
+    image_key,
+    latency_tokens_of_image,
+)
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
-from groupwise.workloads.controller.policy.network import Policy, allowed, masked_log_softmax
+from groupwise.workloads.controller.policy.network import ControllerNetwork, allowed_options, masked_log_softmax
 from groupwise.workloads.controller.task import Question
 
 
-class Features:
+class HiddenStateCache:
     """Prompt embeddings and latency tokens of one frozen model.
 
     The latency token's own embedding is not trained. That would need gradients through the model's first blocks for
@@ -30,7 +36,7 @@ class Features:
     def __init__(self, executor: Executor):
         self.executor = executor
         self._prompts: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
-        self._tokens: dict[Head, Float[Tensor, "positions width"]] = {}
+        self._tokens: dict[PromptKey, Float[Tensor, "positions width"]] = {}
         self._pictures: dict[Hashable, list[Question]] = {}  # holds the questions: a picture is known by its object
         self.width: int = executor.adapter.text_config.hidden_size
 
@@ -41,7 +47,7 @@ class Features:
         """
         together: dict[Hashable, list[Question]] = {}
         for question in questions:
-            together.setdefault(picture_of(question.sample), []).append(question)
+            together.setdefault(image_key(question.sample), []).append(question)
         self._pictures = together | self._pictures
 
     def prompts(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
@@ -54,7 +60,7 @@ class Features:
 
     def latency_tokens(
         self, questions: Sequence[Question], tiers: Int64[Tensor, " rows"], positions: Int64[Tensor, " rows"]
-    ) -> tuple[Float[Tensor, "rows width"], Prefix | None]:
+    ) -> tuple[Float[Tensor, "rows width"], PrefixStates | None]:
         """The hidden state of each row's latency token at its insertion position.
 
         Comes with what the model has computed for the questions that were new, and were not introduced. All tiers of a
@@ -66,9 +72,9 @@ class Features:
         for question in {each.sample.name: each for each in questions}.values():
             if (question.sample.name, tiers_by_number[0]) in self._tokens:
                 continue
-            samples = [each.sample for each in self._pictures.get(picture_of(question.sample), [])]
+            samples = [each.sample for each in self._pictures.get(image_key(question.sample), [])]
             if question.sample.name in {sample.name for sample in samples}:
-                found = latency_tokens_by_picture(self.executor, samples)
+                found = latency_tokens_of_image(self.executor, samples)
             else:
                 passes.append(self.executor.prefix([(question.sample, tier) for tier in tiers_by_number]))
                 found = passes[-1].latency_tokens
@@ -84,7 +90,7 @@ class Features:
         return self.executor.adapter.embed(tokens).float().mean(0).cpu()
 
 
-def _join(passes: Sequence[Prefix]) -> Prefix:
+def _join(passes: Sequence[PrefixStates]) -> PrefixStates:
     """Several passes as one, for answers that go on from them together."""
     tokens = {head: states for each in passes for head, states in each.latency_tokens.items()}
     first = passes[0].known
@@ -92,18 +98,18 @@ def _join(passes: Sequence[Prefix]) -> Prefix:
     joined: dict[str, Any] = {
         name: {key: kept for each in passes for key, kept in getattr(each.known, name).items()} for name in stores
     }
-    return Prefix(tokens, replace(first, **joined))
+    return PrefixStates(tokens, replace(first, **joined))
 
 
 DECISIONS = ("tier", "insertion_position", "top_k", "blocks")
-ORDER = (0, 1, 3, 2)
+DECISION_ORDER = (0, 1, 3, 2)
 """In which they are taken: the number of blocks weighs more than the top-k, which then takes what time is left."""
-Pick = Callable[[int, Float[Tensor, "rows options"]], Int64[Tensor, " rows"]]
+Selector = Callable[[int, Float[Tensor, "rows options"]], Int64[Tensor, " rows"]]
 """Takes the number of the decision and the log-probabilities of its options; returns one option a row."""
 
 
 @dataclass(frozen=True)
-class Decisions:
+class ChosenKnobs:
     """What was chosen in each row, as numbers of options."""
 
     choices: Int64[Tensor, "rows 4"]
@@ -111,32 +117,32 @@ class Decisions:
     entropy: Float[Tensor, "rows 4"]
     free: Bool[Tensor, "rows 4"]
     """False where one option alone was left: no decision."""
-    prefix: Prefix | None
+    prefix: PrefixStates | None
     """What the model has already computed for these rows, on the way to their latency tokens."""
 
 
 class Controller:
     """The network with what it looks at."""
 
-    def __init__(self, policy: Policy, features: Features, device: torch.device):
+    def __init__(self, policy: ControllerNetwork, features: HiddenStateCache, device: torch.device):
         self.policy, self.features, self.device = policy, features, device
 
-    def decide(self, conditions: Conditions, rows: Rows, pick: Pick) -> Decisions:
-        """Decide in `ORDER`, stage by stage: each option offered has a completion that fits.
+    def decide(self, conditions: Conditions, rows: ConditionIndices, pick: Selector) -> ChosenKnobs:
+        """Decide in `DECISION_ORDER`, stage by stage: each option offered has a completion that fits.
 
         What members of a group share, the budget and the first stage, is computed once for them.
         """
         distinct, of_row = rows.unique(return_inverse=True)
-        fits, questions = in_order(conditions.fits(distinct))[of_row], conditions.question_of(rows)
+        fits, questions = to_decision_order(conditions.fits(distinct))[of_row], conditions.question_of(rows)
         prompts = self.features.prompts(conditions.question_of(distinct)).to(self.device)
         budget, shared = self._encoded(conditions, distinct), of_row.to(self.device)
         taken: list[Tensor] = []
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def settle(logits: Tensor) -> None:
-            options = allowed(fits, taken)
+            options = allowed_options(fits, taken)
             logp = masked_log_softmax(logits, options.to(self.device))
-            choice = pick(ORDER[len(taken)], logp)
+            choice = pick(DECISION_ORDER[len(taken)], logp)
             entropy = -(logp.exp() * logp).sum(-1)
             columns.append((logp.gather(1, choice.to(self.device)[:, None])[:, 0], entropy, options.sum(1) > 1))
             taken.append(choice)
@@ -148,11 +154,14 @@ class Controller:
         settle(blocks)
         settle(top_k)
         choices, logp, entropy, free = (
-            torch.stack([column[nth] for nth in ORDER], dim=1) for column in (taken, *zip(*columns, strict=True))
+            torch.stack([column[nth] for nth in DECISION_ORDER], dim=1)
+            for column in (taken, *zip(*columns, strict=True))
         )
-        return Decisions(choices, logp, entropy, free.to(self.device), prefix)
+        return ChosenKnobs(choices, logp, entropy, free.to(self.device), prefix)
 
-    def path_logp(self, conditions: Conditions, rows: Rows) -> Float[Tensor, "rows tiers positions top_ks blocks"]:
+    def path_logp(
+        self, conditions: Conditions, rows: ConditionIndices
+    ) -> Float[Tensor, "rows tiers positions top_ks blocks"]:
         """The log-probability of every configuration: the product of its four decisions'."""
         fits, questions = conditions.fits(rows).to(self.device), conditions.question_of(rows)
         _, tiers, positions, _, _ = fits.shape
@@ -168,21 +177,21 @@ class Controller:
         tier_logp = masked_log_softmax(tier, fits.flatten(2).any(2))
         position_logp = masked_log_softmax(position[:, None].expand(-1, tiers, -1), fits.flatten(3).any(3))
         blocks_logp = masked_log_softmax(blocks, fits.any(3))
-        fits = in_order(fits)
-        top_k_logp = in_order(masked_log_softmax(top_k[:, :, :, None].expand_as(fits), fits))
+        fits = to_decision_order(fits)
+        top_k_logp = to_decision_order(masked_log_softmax(top_k[:, :, :, None].expand_as(fits), fits))
         first = tier_logp[:, :, None, None, None] + position_logp[..., None, None]
         return first + blocks_logp[:, :, :, None] + top_k_logp
 
-    def _encoded(self, conditions: Conditions, rows: Rows) -> Float[Tensor, "rows encoded"]:
+    def _encoded(self, conditions: Conditions, rows: ConditionIndices) -> Float[Tensor, "rows encoded"]:
         return self.policy.encoder(conditions.budget_share[rows].float().to(self.device))
 
 
-def in_order(tables: Shaped[Tensor, "rows tiers positions top_ks blocks"]) -> Shaped[Tensor, "rows ..."]:
-    """With an axis for each decision in the order they are taken; `ORDER` is its own inverse."""
-    return tables.permute(0, *(1 + nth for nth in ORDER))
+def to_decision_order(tables: Shaped[Tensor, "rows tiers positions top_ks blocks"]) -> Shaped[Tensor, "rows ..."]:
+    """With an axis for each decision in the order they are taken; `DECISION_ORDER` is its own inverse."""
+    return tables.permute(0, *(1 + nth for nth in DECISION_ORDER))
 
 
-def sampled(chances: Float[Tensor, "rows 4"]) -> Pick:
+def sample_option(chances: Float[Tensor, "rows 4"]) -> Selector:
     """Options drawn with the given uniform numbers, one a decision."""
 
     def pick(decision: int, logp: Tensor) -> Tensor:
@@ -194,17 +203,17 @@ def sampled(chances: Float[Tensor, "rows 4"]) -> Pick:
     return pick
 
 
-def greedy(decision: int, logp: Float[Tensor, "rows options"]) -> Int64[Tensor, " rows"]:
+def greedy_option(decision: int, logp: Float[Tensor, "rows options"]) -> Int64[Tensor, " rows"]:
     """The likeliest option."""
     return logp.argmax(1).cpu()
 
 
-def repeated(choices: Int64[Tensor, "rows 4"]) -> Pick:
+def replay_option(choices: Int64[Tensor, "rows 4"]) -> Selector:
     """The options that were chosen before."""
     return lambda decision, logp: choices[:, decision]
 
 
-def knobs_of(options: KnobOptions, choices: Int64[Tensor, "rows 4"]) -> list[Knobs]:
+def choices_to_knobs(options: KnobOptions, choices: Int64[Tensor, "rows 4"]) -> list[Knobs]:
     """The numbers of options as settings of the model."""
     scales: Sequence[Sequence[object]] = (
         list(options.crops),

@@ -16,7 +16,7 @@ from groupwise.workloads.controller.model.knobs import KnobOptions
 ENCODED, FIRST, SECOND = 256, 256, 128
 """Widths of the encoded budget and of the two stages."""
 FREQUENCIES = 16
-FORBIDDEN = -1e4
+MASKED_LOGIT = -1e4
 """Log-odds of what may not be chosen: its probability is exactly 0, and 0 x log 0 stays 0."""
 
 
@@ -42,7 +42,7 @@ class BudgetEncoder(nn.Module):
         return self.mlp(self.waves(budget))
 
 
-class Head(nn.Module):
+class OptionHead(nn.Module):
     """Log-odds of some options; with a single one there is nothing to learn, and no weight."""
 
     def __init__(self, width: int, options: int):
@@ -61,10 +61,10 @@ class StageOne(nn.Module):
         super().__init__()
         self.prompt, self.budget = nn.Linear(width, FIRST), nn.Linear(ENCODED, FIRST)
         self.join = nn.Linear(2 * FIRST, FIRST)
-        self.tier, self.insertion = Head(FIRST, tiers), Head(FIRST, positions)
+        self.tier, self.insertion = OptionHead(FIRST, tiers), OptionHead(FIRST, positions)
 
     def forward(self, prompt: Float[Tensor, "rows width"], budget: Float[Tensor, "rows encoded"]) -> list[Tensor]:
-        parts = torch.cat([self.prompt(even(prompt)), self.budget(budget)], dim=1)
+        parts = torch.cat([self.prompt(normalize_features(prompt)), self.budget(budget)], dim=1)
         hidden = gelu(self.join(gelu(parts)))
         return [self.tier(hidden), self.insertion(hidden)]
 
@@ -77,7 +77,7 @@ class StageTwo(nn.Module):
         self.token, self.budget = nn.Linear(width, SECOND), nn.Linear(ENCODED, SECOND)
         self.position = nn.Embedding(positions, SECOND)
         self.join = nn.Linear(SECOND, SECOND)
-        self.top_k, self.blocks = Head(SECOND, top_ks), Head(SECOND, totals)
+        self.top_k, self.blocks = OptionHead(SECOND, top_ks), OptionHead(SECOND, totals)
 
     def forward(
         self,
@@ -87,12 +87,12 @@ class StageTwo(nn.Module):
         budget_of_row: Int64[Tensor, " rows"],
     ) -> list[Tensor]:
         spare = self.budget(budget).index_select(0, budget_of_row)
-        mixed = self.token(even(token)) + self.position(position) + spare
+        mixed = self.token(normalize_features(token)) + self.position(position) + spare
         hidden = gelu(self.join(gelu(mixed)))
         return [self.top_k(hidden), self.blocks(hidden)]
 
 
-class Policy(nn.Module):
+class ControllerNetwork(nn.Module):
     """Everything that is trained: about a million numbers at width 2048."""
 
     def __init__(self, width: int, options: KnobOptions, *, seed: int = 0):
@@ -110,7 +110,9 @@ def parameter_counts(policy: nn.Module) -> dict[str, int]:
     return {name: sum(weight.numel() for weight in part.parameters()) for name, part in policy.named_children()}
 
 
-def allowed(fits: Bool[Tensor, "rows ..."], taken: Sequence[Int64[Tensor, " rows"]]) -> Bool[Tensor, "rows options"]:
+def allowed_options(
+    fits: Bool[Tensor, "rows ..."], taken: Sequence[Int64[Tensor, " rows"]]
+) -> Bool[Tensor, "rows options"]:
     """Which options of the next decision some completion of fits, after the decisions already taken."""
     for choice in taken:
         fits = fits[torch.arange(len(fits), device=fits.device), choice]
@@ -121,9 +123,9 @@ def masked_log_softmax(
     logits: Float[Tensor, "*rows options"], allowed: Bool[Tensor, "*rows options"]
 ) -> Float[Tensor, "*rows options"]:
     """Log-probabilities among what is allowed."""
-    return logits.masked_fill(~allowed, FORBIDDEN).log_softmax(-1)
+    return logits.masked_fill(~allowed, MASKED_LOGIT).log_softmax(-1)
 
 
-def even(features: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+def normalize_features(features: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
     """Hidden states of large models have a few huge entries, embeddings are tiny: bring both to one scale."""
     return layer_norm(features, features.shape[-1:])

@@ -15,34 +15,40 @@ from safetensors.torch import save
 from torch import Tensor
 
 from groupwise.core.errors import UserError, require
-from groupwise.dist.process import keep_freed_memory
-from groupwise.latency.meter import Meter, find_parts
-from groupwise.latency.records import Estimated, Timing
-from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_good
-from groupwise.workloads.controller.conditions import Conditions, conditions_of, shares_of
-from groupwise.workloads.controller.latency.estimates import Costs, KnobEstimator, LatencyEstimator, Table, costs
-from groupwise.workloads.controller.latency.source import recalibrated, typical_samples
-from groupwise.workloads.controller.model.executor import Executor, Head, Prefix, Request
-from groupwise.workloads.controller.model.inputs import Picture, question_about, speller
+from groupwise.dist.process import keep_heap_memory
+from groupwise.latency.meter import LatencyMeter, find_model_parts
+from groupwise.latency.records import EstimatedLatency, Timing
+from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.controller.conditions import Conditions, build_conditions, relative_budgets
+from groupwise.workloads.controller.latency.estimates import (
+    KnobLatencyEstimator,
+    KnobLatencyModel,
+    KnobTable,
+    LatencyTables,
+    latency_tables,
+)
+from groupwise.workloads.controller.latency.source import profile_samples, recalibrate
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixStates, PromptKey
+from groupwise.workloads.controller.model.inputs import ImageInput, make_question, speller
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.model.load import LoadedModel, load_model
-from groupwise.workloads.controller.policy.decide import Controller, Features, greedy, knobs_of
-from groupwise.workloads.controller.policy.network import Policy
+from groupwise.workloads.controller.policy.decide import Controller, HiddenStateCache, choices_to_knobs, greedy_option
+from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.serving.files import (
     CONFIG,
-    Settings,
-    files_of,
+    ControllerSettings,
     load_policy,
     read_config,
-    settings_from,
+    read_settings,
+    settings_to_files,
     source_of,
 )
-from groupwise.workloads.controller.serving.server import Server, allowance_under
+from groupwise.workloads.controller.serving.server import ControllerServer, budget_limit
 from groupwise.workloads.controller.task import Question
 
 _POLICY = "model.safetensors"
 _SHORTEST_MS = 1e-9
-Inquiry = tuple[Picture, str, float]
+GenerateRequest = tuple[ImageInput, str, float]
 """An image, a question, and a budget in milliseconds."""
 
 
@@ -52,7 +58,7 @@ class Reply:
     knobs: Knobs
     """What the controller chose."""
     budget_ms: float
-    expected: Estimated
+    expected: EstimatedLatency
     """What these knobs were estimated to take, alone."""
     measured: Timing
     """What it took, from pixels and tokens to the last token, the controller's choices included. In a batch: the whole
@@ -67,15 +73,21 @@ class Reply:
 class AdaptiveModel:
     """Load one with `load` or `from_pretrained`."""
 
-    def __init__(self, loaded: LoadedModel, settings: Settings, policy: Policy):
-        keep_freed_memory()  # as in the process that the estimator was fitted in
+    def __init__(self, loaded: LoadedModel, settings: ControllerSettings, policy: ControllerNetwork):
+        keep_heap_memory()  # as in the process that the estimator was fitted in
         self.loaded, self.settings = replace(loaded, options=settings.options), settings
         executor = Executor(loaded.adapter, settings.options)
         device = loaded.model.device
-        self.controller = Controller(policy.to(device), _Fresh(executor), device)
-        self._server = Server(self.controller, max_new_tokens=settings.max_new_tokens, stop_token=settings.stop_token)
-        self._executor, self._meter, self._spell = executor, Meter(find_parts(loaded.model)), speller(loaded)
-        self._costs: dict[tuple[int, ...], Costs] = {}
+        self.controller = Controller(policy.to(device), UncachedStates(executor), device)
+        self._server = ControllerServer(
+            self.controller, max_new_tokens=settings.max_new_tokens, stop_token=settings.stop_token
+        )
+        self._executor, self._meter, self._spell = (
+            executor,
+            LatencyMeter(find_model_parts(loaded.model)),
+            speller(loaded),
+        )
+        self._costs: dict[tuple[int, ...], LatencyTables] = {}
 
     @classmethod
     def load(
@@ -83,11 +95,11 @@ class AdaptiveModel:
         run: Path | str,
         *,
         model: LoadedModel | Path | str | None = None,
-        estimator: LatencyEstimator | None = None,
+        estimator: KnobLatencyModel | None = None,
         estimator_anyway: bool = False,
     ) -> Self:
         """The newest good checkpoint of a run; its averaged weights where the run kept some."""
-        found = newest_good(Path(run) / "checkpoints", warnings.warn)
+        found = newest_valid_checkpoint(Path(run) / "checkpoints", warnings.warn)
         if found is None:
             raise UserError(f"{run} holds no checkpoint. Name the folder of a run that `groupwise train` has written.")
         if not (found / CONFIG).is_file():
@@ -105,7 +117,7 @@ class AdaptiveModel:
         folder: Path | str,
         *,
         model: LoadedModel | Path | str | None = None,
-        estimator: LatencyEstimator | None = None,
+        estimator: KnobLatencyModel | None = None,
         estimator_anyway: bool = False,
     ) -> Self:
         """What `save_pretrained` has written. The frozen model is loaded by its name unless it is given."""
@@ -117,27 +129,27 @@ class AdaptiveModel:
         folder: Path,
         weights: Path,
         model: LoadedModel | Path | str | None,
-        estimator: LatencyEstimator | None,
+        estimator: KnobLatencyModel | None,
         anyway: bool,
     ) -> Self:
         config = read_config(folder)
         if not isinstance(model, LoadedModel):
             source = source_of(config)
             model = load_model(model or source.model, dtype=getattr(torch, source.dtype))
-        settings = settings_from(folder, config, model, estimator=estimator, anyway=anyway)
+        settings = read_settings(folder, config, model, estimator=estimator, anyway=anyway)
         return cls(model, settings, load_policy(weights, settings))
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write config.json, model.safetensors and, where the estimator was fitted, estimator.json."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        for name, raw in files_of(self.settings).items():
+        for name, raw in settings_to_files(self.settings).items():
             (folder / name).write_bytes(raw)
         weights = {name: weight.detach().cpu().contiguous() for name, weight in self.policy.state_dict().items()}
         (folder / _POLICY).write_bytes(save(weights, metadata={"format": "pt"}))
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> ControllerNetwork:
         return self.controller.policy
 
     def recalibrate(self, answers: int = 100) -> float:
@@ -146,26 +158,26 @@ class AdaptiveModel:
         Returns how many times as long they took as was estimated.
         """
         known = self.settings.estimator
-        if not isinstance(known, KnobEstimator):
+        if not isinstance(known, KnobLatencyEstimator):
             raise UserError(
                 f"This controller keeps its budgets by {type(known).__name__}, which knows no machine: there is nothing"
                 " to recalibrate. Load it with estimator=KnobEstimator(...), fitted by `groupwise profile`."
             )
-        estimator, pace = recalibrated(known, self._executor, typical_samples(self.loaded), answers=answers)
+        estimator, pace = recalibrate(known, self._executor, profile_samples(self.loaded), answers=answers)
         self.settings = replace(self.settings, estimator=estimator)
         self._costs.clear()
         return pace
 
-    def generate(self, image: Picture, question: str, budget_ms: float, *, best_effort: bool = False) -> Reply:
+    def generate(self, image: ImageInput, question: str, budget_ms: float, *, best_effort: bool = False) -> Reply:
         """Answer within the budget. One that nothing fits is refused, or met by the cheapest knobs as a best effort."""
         return self.generate_batch([(image, question, budget_ms)], best_effort=best_effort)[0]
 
-    def generate_batch(self, inquiries: Sequence[Inquiry], *, best_effort: bool = False) -> list[Reply]:
+    def generate_batch(self, inquiries: Sequence[GenerateRequest], *, best_effort: bool = False) -> list[Reply]:
         """Answer (image, question, budget_ms) of any mix together; knobs and answers are those of each alone."""
         for each in inquiries:
             if not isinstance(each, tuple) or len(each) != 3:
                 raise UserError(f"A request is {each!r}: it must be a tuple (image, question, budget_ms).")
-        questions = [question_about(*each[:2], self.loaded, prompt=self.settings.source.prompt) for each in inquiries]
+        questions = [make_question(*each[:2], self.loaded, prompt=self.settings.source.prompt) for each in inquiries]
         return self.reply(questions, [each[2] for each in inquiries], best_effort=best_effort)
 
     @torch.inference_mode()
@@ -195,7 +207,7 @@ class AdaptiveModel:
                 raise self._conditions(questions, promised_ms, limits_ms).refusal(nth, how="best_effort=True")
         if len(questions) == 1:
             share = self._share(promised_ms[0], limits_ms[0])
-            allowance = allowance_under(promised_ms[0], limits_ms[0], share, guaranteed=self._guaranteed)
+            allowance = budget_limit(promised_ms[0], limits_ms[0], share, guaranteed=self._guaranteed)
             served = self._server.serve(questions[0].sample, allowance)
             choices, said = [served.choices], [served.tokens]
         else:
@@ -204,15 +216,19 @@ class AdaptiveModel:
             bool(promised[choice] <= limit_ms)
             for promised, choice, limit_ms in zip(promised_ms, choices, limits_ms, strict=True)
         ]
-        return knobs_of(self.settings.options, torch.tensor(choices)), fits, [self._spell(tokens) for tokens in said]
+        return (
+            choices_to_knobs(self.settings.options, torch.tensor(choices)),
+            fits,
+            [self._spell(tokens) for tokens in said],
+        )
 
     def _together(
         self, questions: Sequence[Question], conditions: Conditions
     ) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        decided = self.controller.decide(conditions, torch.arange(len(questions)), greedy)
-        knobs = knobs_of(self.settings.options, decided.choices)
+        decided = self.controller.decide(conditions, torch.arange(len(questions)), greedy_option)
+        knobs = choices_to_knobs(self.settings.options, decided.choices)
         found, _ = self._executor.answer(
-            [Request(question.sample, each) for question, each in zip(questions, knobs, strict=True)],
+            [AnswerRequest(question.sample, each) for question, each in zip(questions, knobs, strict=True)],
             prefix=decided.prefix,
             max_new_tokens=self.settings.max_new_tokens,
             stop_token=self.settings.stop_token,
@@ -220,22 +236,22 @@ class AdaptiveModel:
         return [tuple(row) for row in decided.choices.tolist()], [each.tokens for each in found]
 
     def _conditions(
-        self, questions: Sequence[Question], promised_ms: Sequence[Table], limits_ms: Sequence[float]
+        self, questions: Sequence[Question], promised_ms: Sequence[KnobTable], limits_ms: Sequence[float]
     ) -> Conditions:
         """Every question under its own budget alone."""
         config = replace(self.settings.budget, values=(limits_ms[0],), unit="ms")
         known = [self._cost(question) for question in questions]
         limits = torch.tensor(limits_ms, dtype=torch.float64)[:, None]
         shares = [self._share(*each) for each in zip(promised_ms, limits_ms, strict=True)]
-        made = conditions_of(questions, config, known, torch.arange(len(questions)), limits)
+        made = build_conditions(questions, config, known, torch.arange(len(questions)), limits)
         return replace(made, budget_share=torch.tensor(shares, dtype=torch.float64))
 
-    def _share(self, promised_ms: Table, limit_ms: float) -> float:
+    def _share(self, promised_ms: KnobTable, limit_ms: float) -> float:
         """What the network is told of a budget: the nearest that it was trained on. Beyond the largest, what was
         learned for that one is better than a guess. A smaller one is told as it is where nothing but the network keeps
         it; else the limit does.
         """
-        share = shares_of(promised_ms[None], torch.tensor([[limit_ms]], dtype=torch.float64)).item()
+        share = relative_budgets(promised_ms[None], torch.tensor([[limit_ms]], dtype=torch.float64)).item()
         smallest, largest = self.settings.trained_shares
         return min(max(share, smallest) if self._guaranteed else share, largest)
 
@@ -243,16 +259,16 @@ class AdaptiveModel:
     def _guaranteed(self) -> bool:
         return self.settings.budget.guaranteed
 
-    def _cost(self, question: Question) -> Costs:
+    def _cost(self, question: Question) -> LatencyTables:
         """Estimates depend on the prompt's length alone, so they are kept."""
         lengths = tuple(question.prompt_tokens.values())
         if lengths not in self._costs:
             settings = self.settings
-            found = costs(settings.estimator, settings.options, question.prompt_tokens, settings.budget.span)
+            found = latency_tables(settings.estimator, settings.options, question.prompt_tokens, settings.budget.span)
             self._costs[lengths] = found
         return self._costs[lengths]
 
-    def _expected(self, question: Question, knobs: Knobs) -> Estimated:
+    def _expected(self, question: Question, knobs: Knobs) -> EstimatedLatency:
         return self.settings.estimator.estimate(question.prompt_tokens, [knobs])[0]
 
 
@@ -263,7 +279,7 @@ def _check_budget(budget_ms: float, *, best_effort: bool) -> None:
     )
 
 
-class _Fresh(Features):
+class UncachedStates(HiddenStateCache):
     """Nothing is known beforehand and nothing is kept: the chosen tier alone runs, up to the chosen position."""
 
     def prompts(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
@@ -271,11 +287,11 @@ class _Fresh(Features):
 
     def latency_tokens(
         self, questions: Sequence[Question], tiers: Int64[Tensor, " rows"], positions: Int64[Tensor, " rows"]
-    ) -> tuple[Float[Tensor, "rows width"], Prefix | None]:
+    ) -> tuple[Float[Tensor, "rows width"], PrefixStates | None]:
         options = self.executor.options
         names, offered = list(options.crops), list(options.insertion_positions)
         heads = [(question.sample, names[tier]) for question, tier in zip(questions, tiers.tolist(), strict=True)]
-        keys: list[Head] = [(sample.name, tier) for sample, tier in heads]
+        keys: list[PromptKey] = [(sample.name, tier) for sample, tier in heads]
         wanted = [offered[nth] for nth in positions.tolist()]
         last = {key: max(at for each, at in zip(keys, wanted, strict=True) if each == key) for key in keys}
         distinct = dict(zip(keys, heads, strict=True))

@@ -16,40 +16,44 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.latency.estimates import CountedWork, KnobEstimator, LatencyEstimator
-from groupwise.workloads.controller.latency.source import COUNTED, chosen_estimator
+from groupwise.workloads.controller.latency.estimates import (
+    KnobLatencyEstimator,
+    KnobLatencyModel,
+    ProportionalEstimator,
+)
+from groupwise.workloads.controller.latency.source import COUNTED, load_estimator
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.model.load import LoadedModel
-from groupwise.workloads.controller.policy.network import Policy
-from groupwise.workloads.controller.task import Source, Task
+from groupwise.workloads.controller.policy.network import ControllerNetwork
+from groupwise.workloads.controller.task import ModelSource, Task
 
 CONFIG, ESTIMATOR = "config.json", "estimator.json"
 _KIND = "groupwise-controller"
-_NETWORK = 2
+NETWORK_VERSION = 2
 """What it reads and in which order it decides: counted up with every change, since the weights look the same."""
 _FITTED, _OWN = "fitted", "own"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ControllerSettings:
     """Everything about a trained controller but its weights."""
 
-    source: Source
+    source: ModelSource
     width: int
     """Of the model's hidden states."""
     options: KnobOptions
     budget: BudgetConfig
     max_new_tokens: int
     stop_token: int | None
-    estimator: LatencyEstimator
+    estimator: KnobLatencyModel
     trained_shares: tuple[float, float] = (0.0, 1.0)
     """The smallest and the largest budget that it was trained on, between the cheapest configuration and the full."""
 
 
-def settings_of(task: Task, conditions: Conditions, width: int) -> Settings:
+def settings_from_task(task: Task, conditions: Conditions, width: int) -> ControllerSettings:
     """Of a controller that is trained under these conditions, on a task whose model can be loaded again."""
     assert task.source is not None
-    return Settings(
+    return ControllerSettings(
         source=task.source,
         width=width,
         options=task.executor.options,
@@ -61,19 +65,19 @@ def settings_of(task: Task, conditions: Conditions, width: int) -> Settings:
     )
 
 
-def files_of(settings: Settings) -> dict[str, bytes]:
+def settings_to_files(settings: ControllerSettings) -> dict[str, bytes]:
     """The same settings are always the same bytes."""
     estimator, described = settings.estimator, {"kind": _OWN}
     fitted = {}
-    if isinstance(estimator, CountedWork):
+    if isinstance(estimator, ProportionalEstimator):
         described = {"kind": COUNTED} | {
             entry.name: getattr(estimator, entry.name) for entry in fields(estimator) if entry.name != "options"
         }
-    elif isinstance(estimator, KnobEstimator):
+    elif isinstance(estimator, KnobLatencyEstimator):
         described, fitted = {"kind": _FITTED}, {ESTIMATOR: _estimator_file(estimator)}
     config = {
         "model_type": _KIND,
-        "network": _NETWORK,
+        "network": NETWORK_VERSION,
         **asdict(settings.source),
         "width": settings.width,
         "options": asdict(settings.options),
@@ -86,7 +90,7 @@ def files_of(settings: Settings) -> dict[str, bytes]:
     return {CONFIG: (json.dumps(config, indent=1) + "\n").encode(), **fitted}
 
 
-def _estimator_file(estimator: KnobEstimator) -> bytes:
+def _estimator_file(estimator: KnobLatencyEstimator) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / ESTIMATOR
         replace(estimator.estimator, differs={}).save(file)
@@ -94,7 +98,7 @@ def _estimator_file(estimator: KnobEstimator) -> bytes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """What `files_of` has written; refused if it is something else."""
+    """What `settings_to_files` has written; refused if it is something else."""
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(
@@ -107,7 +111,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file} is damaged ({error}). Restore it, or save the controller again.") from error
     if not isinstance(config, dict) or config.get("model_type") != _KIND:
         raise UserError(f"{file} is not of a controller: it has no model_type '{_KIND}'. Name another folder.")
-    if config.get("network") != _NETWORK:
+    if config.get("network") != NETWORK_VERSION:
         raise UserError(
             f"The controller in {folder} is of an earlier version, which saw and decided otherwise: this one would make"
             " nothing of its weights. Train it again."
@@ -115,14 +119,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def settings_from(
+def read_settings(
     folder: Path,
     config: Mapping[str, Any],
     loaded: LoadedModel,
     *,
-    estimator: LatencyEstimator | None = None,
+    estimator: KnobLatencyModel | None = None,
     anyway: bool = False,
-) -> Settings:
+) -> ControllerSettings:
     """The settings in a folder for a model that is loaded; refused if it is another than they were made with."""
     source = source_of(config)
     options = KnobOptions(**{name: _tuple(value) for name, value in config["options"].items()})
@@ -130,7 +134,7 @@ def settings_from(
     if estimator is None:
         estimator = _estimator(folder, config, loaded, options, anyway=anyway)
     budget = BudgetConfig(**{name: _tuple(value) for name, value in config["budget"].items()})
-    return Settings(
+    return ControllerSettings(
         source=source,
         width=config["width"],
         options=options,
@@ -142,17 +146,17 @@ def settings_from(
     )
 
 
-def source_of(config: Mapping[str, Any]) -> Source:
-    return Source(**{entry.name: config[entry.name] for entry in fields(Source)})
+def source_of(config: Mapping[str, Any]) -> ModelSource:
+    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource)})
 
 
-def load_policy(file: Path, settings: Settings) -> Policy:
+def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:
     """The network with the weights in a file."""
     try:
         saved: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The weights {file} cannot be read ({error}). Restore the file, or save it again.") from error
-    policy = Policy(settings.width, settings.options)
+    policy = ControllerNetwork(settings.width, settings.options)
     wanted = policy.state_dict()
     wrong = [name for name in wanted if name not in saved or saved[name].shape != wanted[name].shape]
     if wrong:
@@ -185,14 +189,14 @@ def _check_model(folder: Path, config: Mapping[str, Any], loaded: LoadedModel) -
 
 def _estimator(
     folder: Path, config: Mapping[str, Any], loaded: LoadedModel, options: KnobOptions, *, anyway: bool
-) -> LatencyEstimator:
+) -> KnobLatencyModel:
     described = dict(config["estimator"])
     kind = described.pop("kind")
     if kind == COUNTED:
-        return CountedWork(options, **described)
+        return ProportionalEstimator(options, **described)
     if kind == _FITTED:
         name, tokens = str(folder / ESTIMATOR), config["max_new_tokens"]
-        return chosen_estimator(name, replace(loaded, options=options), new_tokens=tokens, anyway=anyway)
+        return load_estimator(name, replace(loaded, options=options), new_tokens=tokens, anyway=anyway)
     raise UserError(
         f"The controller in {folder} was trained with a latency estimator of your own, which is not saved with it. Pass"
         " it as estimator=."

@@ -19,46 +19,52 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn.functional import gelu, linear
 
-from groupwise.latency.meter import Meter, find_parts
-from groupwise.latency.records import Measured
+from groupwise.latency.meter import LatencyMeter, find_model_parts
+from groupwise.latency.records import MeasuredLatency
 from groupwise.workloads.controller.conditions import Conditions
-from groupwise.workloads.controller.latency.estimates import Table, table_shape
+from groupwise.workloads.controller.latency.estimates import KnobTable, table_shape
 from groupwise.workloads.controller.model.adapters import Sample
-from groupwise.workloads.controller.model.executor import Executor, Request
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
-from groupwise.workloads.controller.policy.decide import ORDER, Controller, Features
-from groupwise.workloads.controller.policy.network import FIRST, SECOND, Head, Policy, even
+from groupwise.workloads.controller.policy.decide import DECISION_ORDER, Controller, HiddenStateCache
+from groupwise.workloads.controller.policy.network import (
+    FIRST,
+    SECOND,
+    ControllerNetwork,
+    OptionHead,
+    normalize_features,
+)
 
 _ROOT_OF_HALF = sqrt(0.5)
 
 
 @dataclass(frozen=True)
-class Allowance:
+class BudgetLimit:
     """What a question may take, in terms that the controller understands."""
 
     limit_ms: float
     """Infinite where the budget is only priced."""
     share: float
     """The budget between the cheapest configuration (0) and the full one (1)."""
-    promised_ms: Table
+    promised_ms: KnobTable
     """What is held against the limit, for every configuration."""
 
 
-def allowance_under(promised_ms: Table, budget_ms: float, share: float, *, guaranteed: bool) -> Allowance:
+def budget_limit(promised_ms: KnobTable, budget_ms: float, share: float, *, guaranteed: bool) -> BudgetLimit:
     """What a budget lets the controller choose from: everything, if it is only priced and something fits."""
     free = not guaranteed and bool((promised_ms <= budget_ms).any())
-    return Allowance(torch.inf if free else budget_ms, share, promised_ms)
+    return BudgetLimit(torch.inf if free else budget_ms, share, promised_ms)
 
 
-def allowance_of(conditions: Conditions, row: int) -> Allowance:
+def budget_limit_of(conditions: Conditions, row: int) -> BudgetLimit:
     """The same for one condition."""
     (promised_ms,) = conditions.promised_ms(torch.tensor([row]))
     budget_ms, share = float(conditions.budget_ms[row]), float(conditions.budget_share[row])
-    return allowance_under(promised_ms, budget_ms, share, guaranteed=conditions.config.guaranteed)
+    return budget_limit(promised_ms, budget_ms, share, guaranteed=conditions.config.guaranteed)
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedAnswer:
     tokens: tuple[int, ...]
     knobs: Knobs
     choices: tuple[int, ...]
@@ -73,7 +79,7 @@ class Served:
         return self.stage_one_ms + self.stage_two_ms
 
 
-class Server:
+class ControllerServer:
     """A trained controller made ready for single requests: its weights as they are now, and budgets it has met.
 
     The choice is the network's own. What depends on the budget alone is computed once for each budget, heads are
@@ -87,12 +93,15 @@ class Server:
         self.policy = deepcopy(controller.policy).requires_grad_(False).float().cpu()
         one, two = self.policy.stage_one, self.policy.stage_two
         self._join_prompt, self._join_budget = (part.contiguous() for part in one.join.weight.split(FIRST, dim=1))
-        self._first, self._second = _joined(one.tier, one.insertion, FIRST), _joined(two.top_k, two.blocks, SECOND)
+        self._first, self._second = (
+            _concat_heads(one.tier, one.insertion, FIRST),
+            _concat_heads(two.top_k, two.blocks, SECOND),
+        )
         self._budgets: dict[float, tuple[Tensor, Tensor]] = {}
         self._accelerated = torch.accelerator.is_available()
 
     @torch.inference_mode()
-    def serve(self, sample: Sample, allowance: Allowance) -> Served:
+    def serve(self, sample: Sample, allowance: BudgetLimit) -> ServedAnswer:
         """The likeliest knobs that fit, and the model's answer under them.
 
         Only the chosen tier is looked at, and only the blocks up to the chosen position run before the second choice;
@@ -101,7 +110,7 @@ class Server:
         executor, begun = self.executor, self._now_ms()
         fits, choices = _fitting(allowance), list[int]()
         for scores in self._stage_one(sample.question, allowance.share):
-            fits = _settle(scores, fits, choices)
+            fits = _choose(scores, fits, choices)
         tier, position = list(executor.options.crops)[choices[0]], executor.options.insertion_positions[choices[1]]
         chosen_at = self._now_ms()
 
@@ -111,17 +120,17 @@ class Server:
         reached = [each for each in executor.options.insertion_positions if each <= position]
         token = prefix.latency_tokens[sample.name, tier][reached.index(position)]
         top_k_scores, block_scores = self._stage_two(token, choices[1], allowance.share)
-        fits = _settle(block_scores, fits, choices)
-        _settle(top_k_scores, fits, choices)
-        choices = [choices[nth] for nth in ORDER]
+        fits = _choose(block_scores, fits, choices)
+        _choose(top_k_scores, fits, choices)
+        choices = [choices[nth] for nth in DECISION_ORDER]
         top_k, blocks = executor.options.top_ks[choices[2]], executor.options.block_totals[choices[3]]
         stage_two_ms = self._now_ms() - looked_at
 
-        request = Request(sample, Knobs(tier, position, top_k, blocks))
+        request = AnswerRequest(sample, Knobs(tier, position, top_k, blocks))
         (answer,), _ = executor.answer(
             [request], prefix=prefix, max_new_tokens=self.max_new_tokens, stop_token=self.stop_token
         )
-        return Served(answer.tokens, request.knobs, tuple(choices), chosen_at - begun, stage_two_ms)
+        return ServedAnswer(answer.tokens, request.knobs, tuple(choices), chosen_at - begun, stage_two_ms)
 
     def _now_ms(self) -> float:
         if self._accelerated:
@@ -130,16 +139,16 @@ class Server:
 
     def _stage_one(self, question: tuple[int, ...], share: float) -> list[list[float]]:
         stage, words = self.policy.stage_one, self.executor.adapter.embed(torch.tensor(question))
-        prompt = even(words.float().mean(0)).cpu()
+        prompt = normalize_features(words.float().mean(0)).cpu()
         seen = _gelu(torch.addmv(stage.prompt.bias, stage.prompt.weight, prompt))
         hidden = _gelu(torch.addmv(self._prepared(share)[0], self._join_prompt, seen))
-        return _halves(torch.addmv(self._first[1], self._first[0], hidden), stage.tier.options)
+        return _split_scores(torch.addmv(self._first[1], self._first[0], hidden), stage.tier.options)
 
     def _stage_two(self, token: Float[Tensor, " width"], position: int, share: float) -> list[list[float]]:
-        stage, seen = self.policy.stage_two, even(token.float()).cpu()
+        stage, seen = self.policy.stage_two, normalize_features(token.float()).cpu()
         mixed = _gelu(torch.addmv(self._prepared(share)[1][position], stage.token.weight, seen))
         hidden = _gelu(torch.addmv(stage.join.bias, stage.join.weight, mixed))
-        return _halves(torch.addmv(self._second[1], self._second[0], hidden), stage.top_k.options)
+        return _split_scores(torch.addmv(self._second[1], self._second[0], hidden), stage.top_k.options)
 
     def _prepared(self, share: float) -> tuple[Tensor, Tensor]:
         """What a budget adds to the first stage's second layer, and to the second stage's first at every position."""
@@ -151,7 +160,7 @@ class Server:
         return self._budgets[share]
 
 
-def _joined(one: Head, other: Head, width: int) -> tuple[Tensor, Tensor]:
+def _concat_heads(one: OptionHead, other: OptionHead, width: int) -> tuple[Tensor, Tensor]:
     """Two heads as one; a single option scores 0."""
     nothing = torch.zeros(1, width), torch.zeros(1)
     parts = [nothing if head.linear is None else (head.linear.weight, head.linear.bias) for head in (one, other)]
@@ -159,7 +168,7 @@ def _joined(one: Head, other: Head, width: int) -> tuple[Tensor, Tensor]:
     return torch.cat(weights), torch.cat(biases)
 
 
-def _halves(scores: Float[Tensor, " options"], first: int) -> list[list[float]]:
+def _split_scores(scores: Float[Tensor, " options"], first: int) -> list[list[float]]:
     """Of two decisions, the first with so many options."""
     every = scores.tolist()
     return [every[:first], every[first:]]
@@ -170,16 +179,16 @@ def _gelu(values: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
     return torch.erf(values * _ROOT_OF_HALF).add_(1).mul_(values).mul_(0.5)
 
 
-def _fitting(allowance: Allowance) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
+def _fitting(allowance: BudgetLimit) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
     """What may be chosen, with axes in the order of decisions. Where nothing fits, the cheapest."""
     promised_ms = allowance.promised_ms.numpy()
     fits: np.ndarray = promised_ms <= allowance.limit_ms
     if not np.logical_or.reduce(fits, axis=None):
         fits.flat[promised_ms.argmin()] = True
-    return fits.transpose(ORDER)
+    return fits.transpose(DECISION_ORDER)
 
 
-def _settle(scores: Sequence[float], fits: np.ndarray, choices: list[int]) -> np.ndarray:
+def _choose(scores: Sequence[float], fits: np.ndarray, choices: list[int]) -> np.ndarray:
     """Choose the likeliest option that some completion of fits; what is left after it."""
     offered: list[bool] = np.logical_or.reduce(fits.reshape(len(fits), -1), axis=1).tolist()
     best = max((option for option, some in enumerate(offered) if some), key=scores.__getitem__)
@@ -191,22 +200,22 @@ def _settle(scores: Sequence[float], fits: np.ndarray, choices: list[int]) -> np
 _SHARE = 0.5
 
 
-class ServingTimer:
+class ServedTimer:
     """Times one answer with given knobs: both choices, the pass up to the second one, and the rest."""
 
     def __init__(self, executor: Executor, *, clock: Callable[[], float] = time.perf_counter):
-        features = Features(executor)
+        features = HiddenStateCache(executor)
         device = features.executor.adapter.model.device
-        policy = Policy(features.width, executor.options).to(device)
+        policy = ControllerNetwork(features.width, executor.options).to(device)
         self._controller = Controller(policy, features, device)
         self._number = {knobs: number for number, knobs in enumerate(executor.options.all())}
-        self._servers: dict[int, Server] = {}
-        self._meter = Meter(find_parts(executor.adapter.model), clock=clock)
+        self._servers: dict[int, ControllerServer] = {}
+        self._meter = LatencyMeter(find_model_parts(executor.adapter.model), clock=clock)
 
-    def __call__(self, executor: Executor, request: Request, new_tokens: int) -> Measured:
+    def __call__(self, executor: Executor, request: AnswerRequest, new_tokens: int) -> MeasuredLatency:
         promised = torch.full((len(self._number),), torch.inf, dtype=torch.float64)
         promised[self._number[request.knobs]] = 1.0
-        only = Allowance(limit_ms=1.0, share=_SHARE, promised_ms=promised.view(table_shape(executor.options)))
+        only = BudgetLimit(limit_ms=1.0, share=_SHARE, promised_ms=promised.view(table_shape(executor.options)))
         if new_tokens not in self._servers:
-            self._servers[new_tokens] = Server(self._controller, max_new_tokens=new_tokens)
+            self._servers[new_tokens] = ControllerServer(self._controller, max_new_tokens=new_tokens)
         return self._meter.time(lambda: self._servers[new_tokens].serve(request.sample, only))

@@ -12,25 +12,25 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
-from groupwise.workloads.flow.task import Asked, Condition
+from groupwise.workloads.flow.task import Condition, ConditionSpec
 
-Encoding = Mapping[str, Tensor]
+Conditioning = Mapping[str, Tensor]
 """What the transformer is told besides latents and noise level, by name; one condition's, or those of many rows."""
-UNPROMPTED = "unprompted_"
+NEGATIVE_PREFIX = "unprompted_"
 """Names that begin with this take the place of the others in the pass without the prompt (guidance)."""
 
 
 class FlowModel(Protocol):
     policy: nn.Module
     """The transformer."""
-    asked: Asked
+    asked: ConditionSpec
 
-    def encode(self, conditions: Sequence[Condition]) -> list[Encoding]:
+    def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         """What the transformer is told of each condition, kept off its device."""
         ...
 
     def velocity(
-        self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"], encoding: Encoding
+        self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"], encoding: Conditioning
     ) -> Float[Tensor, "rows ..."]:
         """noise - clean, in float32."""
         ...
@@ -52,7 +52,7 @@ class GuidedVelocity:
     """
 
     model: FlowModel
-    encoding: Encoding
+    encoding: Conditioning
     """What is known of each row's condition, with and without its prompt."""
     guidance: float = 1.0
 
@@ -68,10 +68,10 @@ class GuidedVelocity:
         return replace(self, encoding={name: column[rows] for name, column in self.encoding.items()})
 
     @cached_property
-    def _told(self) -> Encoding:
+    def _told(self) -> Conditioning:
         """What the model is told in every step: put together once."""
-        told = {name: column for name, column in self.encoding.items() if not name.startswith(UNPROMPTED)}
+        told = {name: column for name, column in self.encoding.items() if not name.startswith(NEGATIVE_PREFIX)}
         if self.guidance == 1:
             return told
-        instead = {name: self.encoding.get(f"{UNPROMPTED}{name}", column) for name, column in told.items()}
+        instead = {name: self.encoding.get(f"{NEGATIVE_PREFIX}{name}", column) for name, column in told.items()}
         return {name: torch.cat([column, instead[name]]) for name, column in told.items()}

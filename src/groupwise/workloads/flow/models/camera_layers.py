@@ -20,7 +20,7 @@ from groupwise.core.errors import UserError
 POSE = 12
 
 
-class Placed(NamedTuple):
+class RotaryAndPoses(NamedTuple):
     """What a block hands to its self-attention unread: rotary positions, and here the poses with them."""
 
     cosines: Tensor
@@ -47,7 +47,7 @@ class CameraAttention(nn.Module):
         tokens: Float[Tensor, "rows tokens width"],
         encoded: Tensor | None,
         mask: Tensor | None,
-        placed: Placed,
+        placed: RotaryAndPoses,
     ) -> Float[Tensor, "rows tokens width"]:
         own = self.projector.weight.dtype
         posed = tokens + self.pose_encoder(placed.poses.to(own)).to(tokens.dtype)
@@ -87,7 +87,7 @@ def camera_velocity(
     per_frame = tokens.shape[1] // joined.shape[2]
     poses = torch.cat([camera, camera], dim=1).repeat_interleave(per_frame, dim=1)
     cos, sin = transformer.rope(joined)
-    placed = Placed(cos, sin, poses)
+    placed = RotaryAndPoses(cos, sin, poses)
     temb, modulation, text, _ = transformer.condition_embedder(timestep, text.to(tokens.dtype), None)
     modulation = modulation.unflatten(1, (6, -1))
     for block in transformer.blocks:
@@ -98,10 +98,10 @@ def camera_velocity(
     shift, scale = (transformer.scale_shift_table + temb[:, None]).chunk(2, dim=1)
     tokens = (transformer.norm_out(tokens.float()) * (1 + scale) + shift).type_as(tokens)
     frames = latents.shape[2]
-    return _unpatched(transformer, transformer.proj_out(tokens[:, : frames * per_frame]), latents.shape)
+    return _unpatchify(transformer, transformer.proj_out(tokens[:, : frames * per_frame]), latents.shape)
 
 
-def _unpatched(transformer: WanTransformer3DModel, patches: Tensor, shape: torch.Size) -> Tensor:
+def _unpatchify(transformer: WanTransformer3DModel, patches: Tensor, shape: torch.Size) -> Tensor:
     """Tokens laid out as frames again."""
     rows, _, frames, height, width = shape
     _, down, across = transformer.config.patch_size

@@ -33,7 +33,7 @@ def load_transformer(model_class: Any, folder: Path, dtype: str, device: torch.d
     return transformer.to(device).eval()
 
 
-def load_rest(pipeline_class: Any, folder: Path, dtype: str) -> Any:
+def load_pipeline_without_transformer(pipeline_class: Any, folder: Path, dtype: str) -> Any:
     """The pipeline without its transformer: text encoders and VAE, on the CPU."""
     pipeline = pipeline_class.from_pretrained(folder, transformer=None, dtype=getattr(torch, dtype))
     for part in pipeline.components.values():
@@ -43,7 +43,7 @@ def load_rest(pipeline_class: Any, folder: Path, dtype: str) -> Any:
 
 
 @contextmanager
-def visiting(device: torch.device, *parts: nn.Module | None) -> Iterator[None]:
+def on_device(device: torch.device, *parts: nn.Module | None) -> Iterator[None]:
     """These parts are on the device meanwhile, and back on the CPU afterwards."""
     present = [part for part in parts if part is not None]
     try:

@@ -12,10 +12,15 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainConfig
-from groupwise.workloads.flow.models.base import UNPROMPTED, Encoding
-from groupwise.workloads.flow.models.pipeline_folder import check_pipeline, load_rest, load_transformer, visiting
-from groupwise.workloads.flow.models.trained_parts import choose_trained
-from groupwise.workloads.flow.task import Asked, Condition
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
+from groupwise.workloads.flow.models.pipeline_folder import (
+    check_pipeline,
+    load_pipeline_without_transformer,
+    load_transformer,
+    on_device,
+)
+from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
+from groupwise.workloads.flow.task import Condition, ConditionSpec
 
 
 class Sd3Model:
@@ -34,8 +39,8 @@ class Sd3Model:
         check_pipeline(folder, "StableDiffusion3Pipeline")
         self.device, self._negative = device, negative_prompt
         self.policy: SD3Transformer2DModel = load_transformer(SD3Transformer2DModel, folder, dtype, device)
-        self._first = choose_trained(self.policy, train)
-        self.pipeline = load_rest(StableDiffusion3Pipeline, folder, dtype)
+        self._first = select_trained_parameters(self.policy, train)
+        self.pipeline = load_pipeline_without_transformer(StableDiffusion3Pipeline, folder, dtype)
         space = self.pipeline.vae_scale_factor
         for name, value in zip(("height", "width"), size, strict=True):
             if value % space:
@@ -44,22 +49,22 @@ class Sd3Model:
                 raise UserError(f"workload.{name} is {value}: the VAE needs a multiple of {space}. Take {fitting}.")
         patch = self.policy.config.patch_size
         channels = self.policy.config.in_channels
-        self.asked = Asked(latent=(channels, size[0] // space, size[1] // space), patch=(patch, patch))
+        self.asked = ConditionSpec(latent=(channels, size[0] // space, size[1] // space), patch=(patch, patch))
 
     @torch.no_grad()
-    def encode(self, conditions: Sequence[Condition]) -> list[Encoding]:
+    def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         prompts, pipe = [condition.prompt for condition in conditions], self.pipeline
-        with visiting(self.device, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
+        with on_device(self.device, pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3):
             encoded = pipe.encode_prompt(
                 prompts, None, None, device=self.device, negative_prompt=[self._negative] * len(prompts)
             )
-        names = ("text", f"{UNPROMPTED}text", "pooled", f"{UNPROMPTED}pooled")
+        names = ("text", f"{NEGATIVE_PREFIX}text", "pooled", f"{NEGATIVE_PREFIX}pooled")
         return [
             {name: column[nth].cpu() for name, column in zip(names, encoded, strict=True)}
             for nth in range(len(prompts))
         ]
 
-    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Encoding) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Conditioning) -> Tensor:
         dtype = self.policy.dtype
         (found,) = self.policy(
             hidden_states=latents.to(dtype),
@@ -73,7 +78,7 @@ class Sd3Model:
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         vae = self.pipeline.vae
-        with visiting(self.device, vae):
+        with on_device(self.device, vae):
             scaled = latents / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
             pictures = vae.decode(scaled.to(vae.dtype)).sample
         return pictures.clamp(-1, 1).cpu().float()

@@ -20,7 +20,7 @@ from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
 
 
-class FirstWeights:
+class InitialWeights:
     """Copies of the weights that are trained, as they are when this is made."""
 
     def __init__(self, policy: nn.Module):
@@ -50,7 +50,7 @@ class FirstWeights:
 Reference = Callable[[], AbstractContextManager[None]]
 
 
-def choose_trained(transformer: ModelMixin, config: TrainConfig) -> Reference:
+def select_trained_parameters(transformer: ModelMixin, config: TrainConfig) -> Reference:
     """Freeze all but what is trained; returns the way back to the first policy."""
     transformer.requires_grad_(False)
     if config.part == "lora":
@@ -68,10 +68,10 @@ def choose_trained(transformer: ModelMixin, config: TrainConfig) -> Reference:
             raise UserError("workload.train.part is 'camera', but this transformer has no camera layers. Take 'lora'.")
         for weight in found.values():
             weight.requires_grad_(True)
-    return FirstWeights(transformer).lent
+    return InitialWeights(transformer).lent
 
 
-def keep_block_inputs_only(transformer: nn.Module) -> None:
+def enable_gradient_checkpointing(transformer: nn.Module) -> None:
     """Gradient checkpointing, as diffusers has it: blocks are computed again on the way back."""
     if not isinstance(transformer, ModelMixin):
         raise UserError(

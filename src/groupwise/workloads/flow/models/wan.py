@@ -15,11 +15,16 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainConfig
-from groupwise.workloads.flow.models.base import UNPROMPTED, Encoding
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity, camera_weights
-from groupwise.workloads.flow.models.pipeline_folder import check_pipeline, load_rest, load_transformer, visiting
-from groupwise.workloads.flow.models.trained_parts import choose_trained
-from groupwise.workloads.flow.task import Asked, Condition
+from groupwise.workloads.flow.models.pipeline_folder import (
+    check_pipeline,
+    load_pipeline_without_transformer,
+    load_transformer,
+    on_device,
+)
+from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
+from groupwise.workloads.flow.task import Condition, ConditionSpec
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,10 @@ class WanCameraModel:
         add_camera_layers(self.policy)
         if camera_layers is not None:
             load_camera_layers(self.policy, camera_layers)
-        self._first = choose_trained(self.policy, train)
-        self.pipeline = load_rest(WanPipeline, folder, dtype)
+        self._first = select_trained_parameters(self.policy, train)
+        self.pipeline = load_pipeline_without_transformer(WanPipeline, folder, dtype)
         self._scale = _latent_scale(self.pipeline.vae)
-        self.asked = Asked(
+        self.asked = ConditionSpec(
             latent=(self.pipeline.vae.config.z_dim, *_latent_size(size, self.pipeline)),
             patch=tuple(self.policy.config.patch_size),
             source_frames=size.frames,
@@ -63,22 +68,22 @@ class WanCameraModel:
         )
 
     @torch.no_grad()
-    def encode(self, conditions: Sequence[Condition]) -> list[Encoding]:
+    def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         """Prompts through the text encoder, source clips through the VAE; each is on the device only for that long."""
         prompts = [condition.prompt for condition in conditions]
-        with visiting(self.device, self.pipeline.text_encoder):
+        with on_device(self.device, self.pipeline.text_encoder):
             given, without = self.pipeline.encode_prompt(
                 prompts, [self._negative] * len(prompts), device=self.device, max_sequence_length=226
             )
         clips = torch.stack([c.source[:, : self.size.frames] for c in conditions if c.source is not None])
-        with visiting(self.device, self.pipeline.vae):
+        with on_device(self.device, self.pipeline.vae):
             latents = self.pipeline.vae.encode(clips.to(self.device, self.pipeline.vae.dtype)).latent_dist.mode()
         mean, std = (each.to(latents) for each in self._scale)
         sources = ((latents - mean) / std).cpu()
         return [
             {
                 "text": given[nth].cpu(),
-                f"{UNPROMPTED}text": without[nth].cpu(),
+                f"{NEGATIVE_PREFIX}text": without[nth].cpu(),
                 "source": sources[nth],
                 "camera": condition.camera.float(),
             }
@@ -86,13 +91,13 @@ class WanCameraModel:
             if condition.camera is not None
         ]
 
-    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Encoding) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Conditioning) -> Tensor:
         return camera_velocity(self.policy, latents, 1000 * sigma, **encoding).float()
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         mean, std = (each.to(latents) for each in self._scale)
-        with visiting(self.device, self.pipeline.vae):
+        with on_device(self.device, self.pipeline.vae):
             clips = self.pipeline.vae.decode((latents * std + mean).to(self.pipeline.vae.dtype)).sample
         return clips.clamp(-1, 1).cpu().float()
 

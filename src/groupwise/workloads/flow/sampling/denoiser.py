@@ -13,13 +13,20 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from groupwise.core.placement import Rows
+from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import normal
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, noise_levels, pairs, window_at
-from groupwise.workloads.flow.sampling.steppers import STEPPERS, Span, Transition, drawn, log_probability, ode
+from groupwise.workloads.flow.sampling.steppers import (
+    STEPPERS,
+    NoiseInterval,
+    Transition,
+    ode,
+    sample_transition,
+    transition_logprob,
+)
 
 _FIRST_NOISE = 0
-_EVERYONE = -1  # the member that a group's shared noise belongs to
+_SHARED_NOISE = -1  # the member that a group's shared noise belongs to
 
 
 class Velocity(Protocol):
@@ -35,7 +42,7 @@ class Velocity(Protocol):
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SampledWindow:
     """What a window drew: enough to score it again."""
 
     path: Float[Tensor, "rows latents *dims"]
@@ -56,16 +63,16 @@ class Denoiser:
     def at(config: SamplingConfig, step: int, shape: tuple[int, ...], device: torch.device) -> Denoiser:
         return Denoiser(config, shape, window_at(config, step), device)
 
-    def first_noise(self, rows: Rows) -> Float[Tensor, "rows ..."]:
+    def first_noise(self, rows: RolloutRows) -> Float[Tensor, "rows ..."]:
         """Keyed by the group alone where members branch from one start, and by the member otherwise."""
-        member = torch.full_like(rows.member, _EVERYONE) if self.config.branch else rows.member
+        member = torch.full_like(rows.member, _SHARED_NOISE) if self.config.branch else rows.member
         return self._noise(rows, member, _FIRST_NOISE)
 
     def before(self, latents: Tensor, velocity: Velocity) -> Tensor:
         """The deterministic steps up to the window."""
         return self._deterministic(latents, range(self.window.start), velocity)
 
-    def within(self, latents: Tensor, rows: Rows, velocity: Velocity) -> Drawn:
+    def within(self, latents: Tensor, rows: RolloutRows, velocity: Velocity) -> SampledWindow:
         """Draw the window's steps. Latents are rounded as they will be stored before they are scored or used."""
         storage = getattr(torch, self.config.storage)
         path, logp = [latents.to(storage)], []
@@ -73,9 +80,9 @@ class Denoiser:
             now, alike = path[-1].float(), self.alike(rows.group, nth - self.window.start)
             transition = self.transition(now, velocity, torch.full((len(now),), nth), alike=alike)
             noise = self._noise(rows, rows.member, nth + 1)
-            path.append(drawn(transition, noise).to(storage))
-            logp.append(log_probability(path[-1].float(), transition))
-        return Drawn(torch.stack(path, dim=1), torch.stack(logp, dim=1))
+            path.append(sample_transition(transition, noise).to(storage))
+            logp.append(transition_logprob(path[-1].float(), transition))
+        return SampledWindow(torch.stack(path, dim=1), torch.stack(logp, dim=1))
 
     def after(self, latents: Tensor, velocity: Velocity) -> Tensor:
         """The deterministic steps behind the window."""
@@ -93,12 +100,12 @@ class Denoiser:
         Rows that have a number in `alike` in common have the same latents: the policy is asked once for all of them.
         """
         if alike is not None:
-            first, line = first_of_each(alike)
+            first, line = first_row_of_each(alike)
             once = self.transition(latents[first], velocity.of(first), steps[first])
             return Transition(once.mean[line], once.std[line])
         levels = torch.tensor(noise_levels(self.config))
         sigma, sigma_next = levels[steps].to(latents), levels[steps + 1].to(latents)
-        span = Span(sigma, sigma_next, self.config.eta, float(levels[1]))
+        span = NoiseInterval(sigma, sigma_next, self.config.eta, float(levels[1]))
         return STEPPERS[self.config.stepper](latents, velocity(latents, sigma), span)
 
     def expected(self, latents: Tensor, velocity: Velocity, steps: Tensor) -> Tensor:
@@ -109,16 +116,16 @@ class Denoiser:
     def _deterministic(self, latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
         for sigma, sigma_next in pairs(noise_levels(self.config), steps):
             now, following = (torch.full((len(latents),), level).to(latents) for level in (sigma, sigma_next))
-            latents = ode(latents, velocity(latents, now), Span(now, following, 0.0, 0.0)).mean
+            latents = ode(latents, velocity(latents, now), NoiseInterval(now, following, 0.0, 0.0)).mean
         return latents
 
-    def _noise(self, rows: Rows, member: Tensor, decision: int) -> Tensor:
+    def _noise(self, rows: RolloutRows, member: Tensor, decision: int) -> Tensor:
         elements = torch.arange(torch.Size(self.shape).numel())
         keys = (rows.seed, rows.step, rows.group[:, None], member[:, None])
         return normal(*keys, decision, elements).view(len(rows), *self.shape).float().to(self.device)
 
 
-def first_of_each(numbers: Int64[Tensor, " rows"]) -> tuple[Int64[Tensor, " different"], Int64[Tensor, " rows"]]:
+def first_row_of_each(numbers: Int64[Tensor, " rows"]) -> tuple[Int64[Tensor, " different"], Int64[Tensor, " rows"]]:
     """The first row of each number, and which of them stands for each row."""
     different, line = torch.unique(numbers, return_inverse=True)
     first = torch.full_like(different, len(numbers))

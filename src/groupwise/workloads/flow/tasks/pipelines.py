@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
 from groupwise.workloads.flow.config import FlowConfig, TrainConfig
-from groupwise.workloads.flow.memory import VideoMemory, read_video_config, read_video_model
+from groupwise.workloads.flow.memory import FlowMemory, read_video_config, read_video_model
 from groupwise.workloads.flow.sampling.schedule import window_at
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from groupwise.memory.stages import Job
+    from groupwise.memory.stages import StepSpec
     from groupwise.workloads.flow.models.base import FlowModel
     from groupwise.workloads.flow.task import Condition, FlowTask
 
@@ -102,12 +102,12 @@ class RecamConfig(PipelineConfig):
     camera_layers: Path | None = None
     """Camera layers that were trained before (safetensors); None begins with layers that change nothing."""
 
-    def memory(self) -> VideoMemory:
+    def memory_model(self) -> FlowMemory:
         """By the transformer's config.json. Text encoder and VAE visit the device one at a time: not planned."""
         if self.pipeline is None:
             raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
         latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
-        return VideoMemory(
+        return FlowMemory(
             read_video_model(self.pipeline),
             latent,
             len(window_at(self.sampling, 0)),
@@ -122,12 +122,12 @@ class RecamConfig(PipelineConfig):
             stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
         )
 
-    def traced(self, job: Job) -> Mapping[str, int]:
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         from groupwise.workloads.flow.trace import traced_flow
 
-        memory = self.memory()
+        memory = self.memory_model()
         assert self.pipeline is not None
-        return traced_flow(read_video_config(self.pipeline), self.train, memory, job)
+        return traced_flow(read_video_config(self.pipeline), self.train, memory, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel

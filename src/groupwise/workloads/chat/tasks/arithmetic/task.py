@@ -87,7 +87,7 @@ FOLLOW_UPS = ("And then{}?", "Now go on with{}.", "What if I go on with{}?")
 _FOLLOW_UP_SHARE = 0.25
 
 
-def worked(problem: Problem) -> str:
+def solve_step_by_step(problem: Problem) -> str:
     """Every step written out; then the answer in GSM8K's form."""
     steps = [
         f"{before}{term:+}={after}"
@@ -96,22 +96,22 @@ def worked(problem: Problem) -> str:
     return "\n".join([*steps, f"#### {problem.answer}"])
 
 
-def at_once(problem: Problem) -> str:
+def answer_directly(problem: Problem) -> str:
     """The answer alone: all of it has to be worked out before the first digit is written."""
     return f"#### {problem.answer}"
 
 
-def ask(problem: Problem, random: np.random.Generator) -> list[Message]:
+def make_dialogue(problem: Problem, random: np.random.Generator) -> list[Message]:
     """A question; or the first half of it, its answer, and the rest as a follow-up."""
     opening = QUESTIONS[int(random.integers(len(QUESTIONS)))]
     if random.random() >= _FOLLOW_UP_SHARE:
         return [user(opening.format(problem.text))]
     first = Problem(problem.terms[:2])
     going_on = FOLLOW_UPS[int(random.integers(len(FOLLOW_UPS)))].format(signed(problem.terms[2:]))
-    return [user(opening.format(first.text)), assistant(at_once(first)), user(going_on)]
+    return [user(opening.format(first.text)), assistant(answer_directly(first)), user(going_on)]
 
 
-def continued(problem: Problem, messages: list[Message]) -> Problem:
+def remaining_problem(problem: Problem, messages: list[Message]) -> Problem:
     """What is left to do: all of it, or what follows after the total that was already said."""
     return problem if len(messages) == 1 else Problem((sum(problem.terms[:2]), *problem.terms[2:]))
 
@@ -130,5 +130,5 @@ def rows(split: Split, count: int, *, seed: int) -> list[dict[str, object]]:
     made: dict[str, dict[str, object]] = {}
     while len(made) < count:
         problem = draw_problem(random, split)
-        made.setdefault(problem.text, {"messages": ask(problem, random), "answer": f"#### {problem.answer}"})
+        made.setdefault(problem.text, {"messages": make_dialogue(problem, random), "answer": f"#### {problem.answer}"})
     return list(made.values())

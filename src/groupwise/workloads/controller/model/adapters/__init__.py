@@ -6,8 +6,8 @@ from typing import Any
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters.base import (
-    Adapter,
     Encoded,
+    ModelAdapter,
     Prompt,
     Sample,
     dense_blocks,
@@ -23,7 +23,7 @@ FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
 }
 
 
-def adapt(model: Any) -> Adapter:
+def adapter_for(model: Any) -> ModelAdapter:
     """The adapter of a model's family; a model without a vision tower and an unknown family are refused by name."""
     name = type(model).__name__
     check_family(name, getattr(model, "config", None))
@@ -46,13 +46,13 @@ def check_family(name: str, config: Any) -> None:
 
 __all__ = [
     "FAMILIES",
-    "Adapter",
     "Encoded",
     "LlavaAdapter",
+    "ModelAdapter",
     "Prompt",
     "QwenAdapter",
     "Sample",
-    "adapt",
+    "adapter_for",
     "check_family",
     "dense_blocks",
     "full_top_k",

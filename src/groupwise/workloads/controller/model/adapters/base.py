@@ -11,7 +11,7 @@ from jaxtyping import Float, Int64
 from PIL.Image import Image
 from torch import Tensor, nn
 
-from groupwise.workloads.controller.model.images import Statistics
+from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 
@@ -64,7 +64,7 @@ class Encoded:
     """Counted where a tier is a number of pixels."""
 
 
-class Adapter(Protocol):
+class ModelAdapter(Protocol):
     """A model with its vision tower, its blocks and its head laid open."""
 
     model: Any
@@ -92,7 +92,7 @@ class Adapter(Protocol):
         """The fields of KnobOptions that say what the tiers are, unless the user knows better."""
         ...
 
-    def cut(self, image: Image, options: KnobOptions, statistics: Statistics) -> dict[str, Tensor]:
+    def cut(self, image: Image, options: KnobOptions, statistics: ImageNormalization) -> dict[str, Tensor]:
         """A picture as `Sample.crops`; refused if it has not enough pixels."""
         ...
 
@@ -101,7 +101,7 @@ class Adapter(Protocol):
         ...
 
 
-class TextSide:
+class TextModelMixin:
     """The blocks, the embeddings and the head of a model that transformers has composed of a tower and a text model."""
 
     def __init__(self, model: Any):
@@ -110,7 +110,7 @@ class TextSide:
         self.blocks: nn.ModuleList = self.text.layers
         self.text_config = model.config.text_config
         self.words: nn.Module = model.get_input_embeddings()
-        _mark_renormalising(self.blocks)
+        _mark_renormalizing(self.blocks)
 
     @property
     def device(self) -> torch.device:
@@ -129,28 +129,28 @@ class TextSide:
         return torch.cat([before, image.to(words.dtype), question])
 
 
-def full_top_k(adapter: Adapter) -> int:
+def full_top_k(adapter: ModelAdapter) -> int:
     """Experts per token; 0 for a dense model, which has no top-k knob."""
     if len(dense_blocks(adapter)) == len(adapter.blocks):
         return 0
     return int(adapter.text_config.num_experts_per_tok)
 
 
-def dense_blocks(adapter: Adapter) -> tuple[int, ...]:
+def dense_blocks(adapter: ModelAdapter) -> tuple[int, ...]:
     """Blocks without experts: some models mix them in, and some have no others."""
     return tuple(nth for nth, block in enumerate(adapter.blocks) if not hasattr(block.mlp, "experts"))
 
 
-def _mark_renormalising(blocks: nn.ModuleList) -> None:
+def _mark_renormalizing(blocks: nn.ModuleList) -> None:
     """Some routers divide by the sum of the chosen weights; a smaller top-k must then do the same."""
     for block in blocks:
         mlp: Any = block.mlp
         if hasattr(mlp, "experts"):
-            mlp.experts.groupwise_renormalise = _renormalises(mlp.gate)
+            mlp.experts.groupwise_renormalize = _renormalizes(mlp.gate)
 
 
 @torch.no_grad()
-def _renormalises(gate: Any) -> bool:
+def _renormalizes(gate: Any) -> bool:
     """As the router says; one that has no such setting is asked how it weighs a token that prefers no expert."""
     if hasattr(gate, "norm_topk_prob"):
         return bool(gate.norm_topk_prob)

@@ -9,12 +9,12 @@ import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextSide
-from groupwise.workloads.controller.model.images import Statistics, crops_by_tier
+from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
+from groupwise.workloads.controller.model.images import ImageNormalization, crops_by_tier
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 
-class LlavaAdapter(TextSide):
+class LlavaAdapter(TextModelMixin):
     """`LlavaForConditionalGeneration`: a vision tower, a projector and any text model with rotary positions."""
 
     def encode(self, heads: Sequence[tuple[Sample, str]]) -> Encoded:
@@ -47,7 +47,7 @@ class LlavaAdapter(TextSide):
     def tiers(self) -> dict[str, Mapping[str, int]]:
         return {"crops": {"low": 3, "medium": 6, "high": 12}}
 
-    def cut(self, image: Image, options: KnobOptions, statistics: Statistics) -> dict[str, Tensor]:
+    def cut(self, image: Image, options: KnobOptions, statistics: ImageNormalization) -> dict[str, Tensor]:
         vision = self.model.config.vision_config
         return crops_by_tier(image, options.crops, vision.image_size, vision.patch_size, statistics)
 

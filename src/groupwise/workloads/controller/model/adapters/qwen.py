@@ -9,14 +9,14 @@ from jaxtyping import Float, Int64
 from PIL.Image import Image
 from torch import Tensor
 
-from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextSide
-from groupwise.workloads.controller.model.images import Statistics, images_by_tier
+from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
+from groupwise.workloads.controller.model.images import ImageNormalization, images_by_tier
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 _MOST_IMAGE_TOKENS = 1024
 
 
-class QwenAdapter(TextSide):
+class QwenAdapter(TextModelMixin):
     """`Qwen3VLMoeForConditionalGeneration`, and its dense sibling.
 
     The vision tower also yields features that are added to the image's tokens after the first blocks. They stay with
@@ -80,7 +80,7 @@ class QwenAdapter(TextSide):
         pixels = {tier: count * self._pixels_per_token_side**2 for tier, count in tokens.items()}
         return {"crops": dict.fromkeys(tokens, 0), "pixels": pixels}
 
-    def cut(self, image: Image, options: KnobOptions, statistics: Statistics) -> dict[str, Tensor]:
+    def cut(self, image: Image, options: KnobOptions, statistics: ImageNormalization) -> dict[str, Tensor]:
         return images_by_tier(image, options.pixels, self._pixels_per_token_side, statistics)
 
     def image_tokens(self, crops: Tensor) -> int:

@@ -18,7 +18,7 @@ TABLE = "answers.npz"
 
 
 @dataclass(frozen=True)
-class Remembered:
+class AnswerTable:
     """Answers of one token by sample, in the order of `KnobOptions.all()`."""
 
     rows: Mapping[str, int]
@@ -45,7 +45,7 @@ def save_remembered(
     return path
 
 
-def load_remembered(options: KnobOptions, folder: Path = ASSET) -> Remembered | None:
+def load_answer_table(options: KnobOptions, folder: Path = ASSET) -> AnswerTable | None:
     """Return what is remembered of the model in this folder, or None: answers of another model are of no use."""
     path = folder / TABLE
     if not path.is_file():
@@ -54,7 +54,7 @@ def load_remembered(options: KnobOptions, folder: Path = ASSET) -> Remembered | 
         if str(kept["model"]) != fingerprint(folder):
             return None
         names, tokens = kept["names"], kept["tokens"]
-    return Remembered(
+    return AnswerTable(
         {row.tobytes().hex(): number for number, row in enumerate(names)},
         {knobs: number for number, knobs in enumerate(options.all())},
         tokens,

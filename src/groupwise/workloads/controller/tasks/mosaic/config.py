@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Self
 
 from groupwise.core.errors import require
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.memory import FrozenMemory, read_frozen
+from groupwise.workloads.controller.memory import ControllerMemory, read_frozen
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from groupwise.memory.stages import Job
+    from groupwise.memory.stages import StepSpec
     from groupwise.workloads.controller.task import Task
 
 
 @dataclass(frozen=True)
-class MosaicControllerConfig(ControllerConfig):
+class MosaicConfig(ControllerConfig):
     mosaics: int = 864
     """Mosaics to train on, each with one question of every kind."""
     held_out_mosaics: int = 16
@@ -44,24 +44,24 @@ class MosaicControllerConfig(ControllerConfig):
         for name in ("mosaics", "held_out_mosaics", "choose_mosaics", "test_mosaics"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
-    def continuing(self, checkpoint: Path) -> Self:
+    def for_resume(self, checkpoint: Path) -> Self:
         """The estimator it was trained with, also where this machine's own has been deleted or made anew since."""
         kept = checkpoint / "estimator.json"
         return replace(self, estimator=str(kept)) if self.estimator == "own" and kept.is_file() else self
 
-    def memory(self) -> FrozenMemory:
+    def memory_model(self) -> ControllerMemory:
         """The embedded model in float32, its three tiers, and questions of at most three words."""
         text, vision = read_frozen(Path(__file__).parent / "asset")
-        return FrozenMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
+        return ControllerMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
 
-    def traced(self, job: Job) -> Mapping[str, int]:
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
         from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
         from groupwise.workloads.controller.trace import traced_controller
 
         config = transformers.AutoConfig.from_pretrained(Path(__file__).parent / "asset")
-        return traced_controller(config, self.memory(), job, mosaic_options())
+        return traced_controller(config, self.memory_model(), spec, mosaic_options())
 
     def task(self, device: torch.device) -> Task:
         from groupwise.workloads.controller.tasks.mosaic.task import mosaic_task

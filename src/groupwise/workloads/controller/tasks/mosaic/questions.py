@@ -135,7 +135,7 @@ class Questions:
 
 
 # (labels of one mosaic per question, generator) -> (the words after the kind, answers).
-Asker = Callable[[np.ndarray, np.random.Generator], tuple[list[np.ndarray], np.ndarray]]
+QuestionMaker = Callable[[np.ndarray, np.random.Generator], tuple[list[np.ndarray], np.ndarray]]
 
 
 def ask(
@@ -160,7 +160,7 @@ def ask(
     return Questions(tokens=tokens, lengths=lengths, answers=answers)
 
 
-def read_aloud(
+def transcribe_tiles(
     labels: Int[np.ndarray, "mosaics tiles"],
 ) -> tuple[Int[np.ndarray, "mosaics tiles"], Int[np.ndarray, "mosaics tiles"]]:
     """Return inputs and targets of the task "say all tiles in reading order"."""
@@ -248,7 +248,7 @@ def _ask_code(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.nda
     return [FIRST_NAME_TOKEN + name, FIRST_TILE_TOKEN + tile], FIRST_NUMBER_TOKEN + CODES[name, _at(labels, tile)]
 
 
-_ASKERS: dict[Kind, Asker] = {
+_ASKERS: dict[Kind, QuestionMaker] = {
     Kind.EMPTY: _ask_empty,
     Kind.BLANKS: _ask_blanks,
     Kind.DIGIT: _ask_digit,

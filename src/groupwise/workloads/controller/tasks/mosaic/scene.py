@@ -22,7 +22,7 @@ _TRAIN_IMAGES = 1250
 _VALIDATION_IMAGES = 247
 
 
-class Split(StrEnum):
+class HandwritingSplit(StrEnum):
     """The three disjoint sets of handwriting."""
 
     TRAIN = "train"
@@ -39,7 +39,7 @@ class Handwriting:
     source_rows: Int[np.ndarray, " images"]
 
 
-def load_handwriting(split: Split) -> Handwriting:
+def load_handwriting(split: HandwritingSplit) -> Handwriting:
     """Return the images of one split; the same ones at every call."""
     from sklearn.datasets import load_digits
 
@@ -49,12 +49,12 @@ def load_handwriting(split: Split) -> Handwriting:
     return Handwriting(images=images, labels=np.asarray(digits.target)[rows].astype(np.int64), source_rows=rows)
 
 
-def _rows_of(split: Split, total: int) -> Int[np.ndarray, " images"]:
+def _rows_of(split: HandwritingSplit, total: int) -> Int[np.ndarray, " images"]:
     order = np.random.default_rng(_SPLIT_SEED).permutation(total)
     bounds = {
-        Split.TRAIN: (0, _TRAIN_IMAGES),
-        Split.VALIDATION: (_TRAIN_IMAGES, _TRAIN_IMAGES + _VALIDATION_IMAGES),
-        Split.TEST: (_TRAIN_IMAGES + _VALIDATION_IMAGES, total),
+        HandwritingSplit.TRAIN: (0, _TRAIN_IMAGES),
+        HandwritingSplit.VALIDATION: (_TRAIN_IMAGES, _TRAIN_IMAGES + _VALIDATION_IMAGES),
+        HandwritingSplit.TEST: (_TRAIN_IMAGES + _VALIDATION_IMAGES, total),
     }
     first, end = bounds[split]
     return order[first:end]
@@ -74,7 +74,7 @@ TRAIN_JITTER = Jitter(shift=0.1, turn_radians=0.15, scale=0.08, slant=0.1)
 PLAIN_JITTER = Jitter()
 
 
-def draw_tiles(
+def render_tiles(
     images: Float[Tensor, "tiles 8 8"], jitter: Jitter, rng: np.random.Generator
 ) -> Float[Tensor, "tiles side side"]:
     """Place each digit into a tile of its own, moved a little as `jitter` allows."""
@@ -114,7 +114,7 @@ def draw_mosaics(handwriting: Handwriting, count: int, jitter: Jitter, rng: np.r
     """Draw `count` mosaics, each with its own share of empty tiles, contrast and noise."""
     chosen = rng.integers(0, len(handwriting.labels), (count, TILES))
     labels = np.where(_empty_tiles(count, rng), EMPTY, handwriting.labels[chosen])
-    tiles = draw_tiles(handwriting.images[torch.from_numpy(chosen.reshape(-1))], jitter, rng)
+    tiles = render_tiles(handwriting.images[torch.from_numpy(chosen.reshape(-1))], jitter, rng)
     contrast = rng.uniform(0.75, 1.1, (count, TILES)) * (labels != EMPTY)
     pixels = lay_out(tiles.view(count, TILES, TILE_PIXELS, TILE_PIXELS) * _as_tensor(contrast)[..., None, None])
     return Mosaics(pixels=pixels + _NOISE * _as_tensor(rng.standard_normal(pixels.shape)), labels=labels)

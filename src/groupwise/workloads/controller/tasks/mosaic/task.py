@@ -17,22 +17,22 @@ from jaxtyping import Float
 from tools.mosaic.importance import load_drop_order
 from torch import Tensor
 
-from groupwise.workloads.controller.latency.source import chosen_estimator
+from groupwise.workloads.controller.latency.source import load_estimator
 from groupwise.workloads.controller.model.adapters import Sample
-from groupwise.workloads.controller.model.answer_cache import Answers
+from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.model.load import EMBEDDED, load_model
-from groupwise.workloads.controller.task import Question, Source, Task
-from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_remembered
-from groupwise.workloads.controller.tasks.mosaic.config import MosaicControllerConfig
+from groupwise.workloads.controller.task import ModelSource, Question, Task
+from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 from groupwise.workloads.controller.tasks.mosaic.model import ASSET, BLOCKS, FEWEST_BLOCKS, SMALLEST_TOP_K, TOP_K
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, ask, decode
 from groupwise.workloads.controller.tasks.mosaic.scene import (
     CROPS,
     PLAIN_JITTER,
     Handwriting,
-    Split,
+    HandwritingSplit,
     Tier,
     cut,
     draw_mosaics,
@@ -52,8 +52,8 @@ class Part(StrEnum):
 def handwriting_of(part: Part) -> Handwriting:
     """Return the digits of one part."""
     if part is Part.TEST:
-        return load_handwriting(Split.TEST)
-    whole, first = load_handwriting(Split.VALIDATION), 0 if part is Part.TRAIN else 1
+        return load_handwriting(HandwritingSplit.TEST)
+    whole, first = load_handwriting(HandwritingSplit.VALIDATION), 0 if part is Part.TRAIN else 1
     return Handwriting(whole.images[first::2], whole.labels[first::2], whole.source_rows[first::2])
 
 
@@ -90,18 +90,18 @@ def _name(part: Part, seed: int, number: int, labels: np.ndarray, words: Sequenc
     return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
-def mosaic_task(config: MosaicControllerConfig, device: torch.device) -> Task:
+def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
     """Return the embedded model with questions to train on, to look at, and to judge by in the end."""
     loaded, seed = load_model(EMBEDDED, device=device), config.question_seed
-    shipped = load_remembered(loaded.options)
+    shipped = load_answer_table(loaded.options)
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
-        answers=Answers(f"mosaic {fingerprint()}, one token", config.answers, shipped=shipped),
-        estimator=chosen_estimator(config.estimator, loaded, new_tokens=1, anyway=config.estimator_anyway),
+        answers=AnswerCache(f"mosaic {fingerprint()}, one token", config.answers, shipped=shipped),
+        estimator=load_estimator(config.estimator, loaded, new_tokens=1, anyway=config.estimator_anyway),
         questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=seed),
         held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=seed),
         spell=lambda tokens: decode(list(tokens)),
-        source=Source(EMBEDDED, loaded.identity),
+        source=ModelSource(EMBEDDED, loaded.identity),
         choose=lambda: mosaic_questions(Part.CHOOSE, config.choose_mosaics, seed=seed),
         test=lambda: mosaic_questions(Part.TEST, config.test_mosaics, seed=seed),
     )

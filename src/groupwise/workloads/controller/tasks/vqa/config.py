@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.memory import FrozenMemory, read_frozen
+from groupwise.workloads.controller.memory import ControllerMemory, read_frozen
 
 if TYPE_CHECKING:
     import torch
 
-    from groupwise.memory.stages import Job
+    from groupwise.memory.stages import StepSpec
     from groupwise.workloads.controller.task import Task
 
 
 @dataclass(frozen=True)
-class VqaControllerConfig(ControllerConfig):
+class VqaConfig(ControllerConfig):
     model: str = ""
     """A folder that save_pretrained() has written, or a name on the hub."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -67,11 +67,11 @@ class VqaControllerConfig(ControllerConfig):
         )
         require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
 
-    def memory(self) -> FrozenMemory:
+    def memory_model(self) -> ControllerMemory:
         """By the model's config.json, with the usual insertion positions and prompts of up to 64 words."""
         text, vision = read_frozen(Path(self.model))
         crops = {tier: 1 + count for tier, count in (self.crops or {"low": 3, "medium": 6, "high": 12}).items()}
-        return FrozenMemory(
+        return ControllerMemory(
             text,
             vision,
             crops,
@@ -81,13 +81,13 @@ class VqaControllerConfig(ControllerConfig):
             new_tokens=self.max_new_tokens,
         )
 
-    def traced(self, job: Job) -> Mapping[str, int]:
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
         from groupwise.workloads.controller.trace import traced_controller
 
-        memory = self.memory()
-        return traced_controller(transformers.AutoConfig.from_pretrained(self.model), memory, job)
+        memory = self.memory_model()
+        return traced_controller(transformers.AutoConfig.from_pretrained(self.model), memory, spec)
 
     def task(self, device: torch.device) -> Task:
         for name in ("model", "questions", "images"):

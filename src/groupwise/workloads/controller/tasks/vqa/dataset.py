@@ -51,7 +51,7 @@ def read_entries(questions: Path, annotations: Path | None, images: Path, image_
     return _from_vqa(questions, annotations, images, image_name)
 
 
-def leave_out(entries: Sequence[Entry], *, skip: bool) -> tuple[list[Entry], list[str]]:
+def filter_entries(entries: Sequence[Entry], *, skip: bool) -> tuple[list[Entry], list[str]]:
     """The whole entries, and what is wrong with the others; refused unless they are to be skipped."""
     faults = [entry.fault for entry in entries]
     wrong = [fault for fault in faults if fault]
@@ -69,7 +69,7 @@ def told(faults: Sequence[str], total: int) -> str:
     return f"{len(faults):,} of {total:,} questions cannot be used: {'; '.join(faults[:_NAMED])}{more}."
 
 
-def in_part(entries: Sequence[Entry], part: Part, *, held_out: float, test: float, seed: int) -> list[Entry]:
+def select_split(entries: Sequence[Entry], part: Part, *, held_out: float, test: float, seed: int) -> list[Entry]:
     """The questions of one part, in an order drawn by the seed. An image's number decides, so no image is in two parts,
     and an image stays where it is when others come or go.
     """
@@ -109,10 +109,10 @@ def _answers_of(annotation: Mapping[str, Any], where: str) -> tuple[str, ...]:
     if not all(isinstance(answer, str) for answer in said):
         raise UserError(f'{where} has answers that are not of the form {{"answer": "..."}}. Mend the file.')
     agreed = annotation.get("multiple_choice_answer")
-    return _spoken(said) or _spoken([agreed] if isinstance(agreed, str) else [])
+    return _non_empty(said) or _non_empty([agreed] if isinstance(agreed, str) else [])
 
 
-def _spoken(answers: Sequence[Any]) -> tuple[str, ...]:
+def _non_empty(answers: Sequence[Any]) -> tuple[str, ...]:
     return tuple(answer for answer in answers if answer.strip())
 
 
@@ -136,7 +136,7 @@ def _from_lines(file: Path, images: Path) -> list[Entry]:
         given = json.loads(line).get("answers") or []
         if not isinstance(image, str) or not isinstance(given, list) or not all(isinstance(a, str) for a in given):
             raise UserError(f"{where}: image must be a text and answers a list of texts.")
-        entries.append(Entry(f"line {number}", image, images / image, _text(text, where), _spoken(given)))
+        entries.append(Entry(f"line {number}", image, images / image, _text(text, where), _non_empty(given)))
     return entries
 
 

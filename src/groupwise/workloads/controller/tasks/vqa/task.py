@@ -16,33 +16,40 @@ from PIL import Image
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.latency.estimates import KnobEstimator, LatencyEstimator
-from groupwise.workloads.controller.latency.source import COUNTED, chosen_estimator
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
+from groupwise.workloads.controller.latency.source import COUNTED, load_estimator
 from groupwise.workloads.controller.model.adapters import Sample
-from groupwise.workloads.controller.model.answer_cache import Answers
+from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.model.images import open_image
 from groupwise.workloads.controller.model.inputs import (
     check_length,
     check_processors,
+    prompt_token_ids,
     speller,
-    stop_token_of,
-    words_around,
+    stop_token_id,
 )
 from groupwise.workloads.controller.model.load import LoadedModel, load_model
-from groupwise.workloads.controller.task import Question, Source, Task
-from groupwise.workloads.controller.tasks.vqa.config import VqaControllerConfig
-from groupwise.workloads.controller.tasks.vqa.dataset import Entry, Part, in_part, leave_out, read_entries, told
+from groupwise.workloads.controller.task import ModelSource, Question, Task
+from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
+from groupwise.workloads.controller.tasks.vqa.dataset import (
+    Entry,
+    Part,
+    filter_entries,
+    read_entries,
+    select_split,
+    told,
+)
 
-_KEPT = 8
+CACHED_IMAGES = 8
 
 
-class Album:
+class ImageStore:
     """Makes questions of files. The last few pictures stay cut."""
 
     def __init__(self, loaded: LoadedModel):
         self.loaded, self._statistics = loaded, check_processors(loaded)
-        self.cut = lru_cache(_KEPT)(self._cut)
+        self.cut = lru_cache(CACHED_IMAGES)(self._cut)
         self._look = lru_cache(None)(self._look_once)
         self._shapes = lru_cache(None)(self._cut_blank)
 
@@ -58,7 +65,7 @@ class Album:
     def question(self, file: Path, text: str, answers: tuple[str, ...], *, prompt: str) -> Question:
         """The picture's content goes into the sample's name; its crops are made when they are wanted."""
         content, size = self._look(file)
-        before, after = words_around(prompt.replace("{question}", text), self.loaded)
+        before, after = prompt_token_ids(prompt.replace("{question}", text), self.loaded)
         shapes = self._shapes(size)
         check_length(len(before) + len(after), shapes, self.loaded)
         options = self.loaded.options
@@ -66,7 +73,7 @@ class Album:
         name = hashlib.blake2b(repr((content, sight, before, after)).encode(), digest_size=16).hexdigest()
         spoken = len(before) + len(after)
         tokens = {tier: spoken + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
-        return Question(Sample(name, _Crops(self, file), after, before), text, answers, tokens, image=file.name)
+        return Question(Sample(name, _LazyCrops(self, file), after, before), text, answers, tokens, image=file.name)
 
     def _cut(self, file: Path) -> Mapping[str, Tensor]:
         return self.loaded.adapter.cut(open_image(file), self.loaded.options, self._statistics)
@@ -82,10 +89,10 @@ class Album:
         return {tier: pixels.to("meta") for tier, pixels in crops.items()}
 
 
-class _Crops(Mapping[str, Tensor]):
+class _LazyCrops(Mapping[str, Tensor]):
     """Looks like the crops of every tier, and is made of a file."""
 
-    def __init__(self, album: Album, file: Path):
+    def __init__(self, album: ImageStore, file: Path):
         self._album, self._file = album, file
 
     def __getitem__(self, tier: str) -> Tensor:
@@ -98,29 +105,29 @@ class _Crops(Mapping[str, Tensor]):
         return len(self._album.loaded.options.crops)
 
 
-def vqa_task(config: VqaControllerConfig, device: torch.device) -> Task:
+def vqa_task(config: VqaConfig, device: torch.device) -> Task:
     loaded = _model(config, device)
-    estimator = chosen_estimator(
+    estimator = load_estimator(
         config.estimator, loaded, new_tokens=config.max_new_tokens, anyway=config.estimator_anyway
     )
     entries, missing = _entries(config)
-    album = Album(loaded)
+    album = ImageStore(loaded)
     training, damaged = _questions(config, album, entries, "train", config.train_questions)
     held_out, others = _questions(config, album, entries, "choose", config.held_out_questions)
-    stop, kept = stop_token_of(loaded), tuple(loaded.options.drop_order)
+    stop, kept = stop_token_id(loaded), tuple(loaded.options.drop_order)
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
-        answers=Answers(f"{loaded.identity}, {kept}, {config.max_new_tokens} tokens to {stop}", config.answers),
+        answers=AnswerCache(f"{loaded.identity}, {kept}, {config.max_new_tokens} tokens to {stop}", config.answers),
         estimator=estimator,
         questions=training,
         held_out=held_out,
         spell=speller(loaded),
         max_new_tokens=config.max_new_tokens,
         stop_token=stop,
-        source=Source(_found_again(config.model), loaded.identity, _name_of(loaded.model.dtype), config.prompt),
+        source=ModelSource(_absolute_path(config.model), loaded.identity, _name_of(loaded.model.dtype), config.prompt),
         notes=[
             *_notes(config, loaded, training, held_out),
-            *_strange(estimator),
+            *_estimator_mismatch_notes(estimator),
             *(
                 [told([*missing, *damaged, *others], len(entries) + len(missing))]
                 if missing or damaged or others
@@ -130,13 +137,13 @@ def vqa_task(config: VqaControllerConfig, device: torch.device) -> Task:
     )
 
 
-def final_questions(config: VqaControllerConfig, loaded: LoadedModel, most: int) -> list[Question]:
+def final_questions(config: VqaConfig, loaded: LoadedModel, most: int) -> list[Question]:
     """Questions about images that training never touches."""
     entries, _ = _entries(config)
-    return _questions(config, Album(loaded), entries, "test", most)[0]
+    return _questions(config, ImageStore(loaded), entries, "test", most)[0]
 
 
-def _model(config: VqaControllerConfig, device: torch.device) -> LoadedModel:
+def _model(config: VqaConfig, device: torch.device) -> LoadedModel:
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     loaded = load_model(config.model, dtype=dtype, device=device)
     if not config.crops:
@@ -153,25 +160,25 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _found_again(model: str) -> str:
+def _absolute_path(model: str) -> str:
     """A folder's name must not depend on where one stands."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _entries(config: VqaControllerConfig) -> tuple[list[Entry], list[str]]:
+def _entries(config: VqaConfig) -> tuple[list[Entry], list[str]]:
     assert config.questions is not None
     assert config.images is not None
     entries = read_entries(config.questions, config.annotations, config.images, config.image_name)
     if not entries:
         raise UserError(f"{config.questions} holds no questions.")
-    return leave_out(entries, skip=config.on_missing == "skip")
+    return filter_entries(entries, skip=config.on_missing == "skip")
 
 
 def _questions(
-    config: VqaControllerConfig, album: Album, entries: Sequence[Entry], part: Part, most: int
+    config: VqaConfig, album: ImageStore, entries: Sequence[Entry], part: Part, most: int
 ) -> tuple[list[Question], list[str]]:
     """Up to `most` questions of a part whose pictures can be read, and what was wrong with the ones passed over."""
-    chosen = in_part(entries, part, held_out=config.held_out_share, test=config.test_share, seed=config.split_seed)
+    chosen = select_split(entries, part, held_out=config.held_out_share, test=config.test_share, seed=config.split_seed)
     if not chosen:
         images = len({entry.image_id for entry in entries})
         raise UserError(
@@ -191,14 +198,14 @@ def _questions(
     return [album.question(entry.image, entry.question, entry.answers, prompt=config.prompt) for entry in picked], wrong
 
 
-def _strange(estimator: LatencyEstimator) -> list[str]:
+def _estimator_mismatch_notes(estimator: KnobLatencyModel) -> list[str]:
     """What is not the same here as where the estimator was fitted."""
-    differs = estimator.estimator.differs if isinstance(estimator, KnobEstimator) else {}
+    differs = estimator.estimator.differs if isinstance(estimator, KnobLatencyEstimator) else {}
     return [f"the estimator was fitted for {name} {text}: its times are not of here" for name, text in differs.items()]
 
 
 def _notes(
-    config: VqaControllerConfig, loaded: LoadedModel, training: Sequence[Question], held_out: Sequence[Question]
+    config: VqaConfig, loaded: LoadedModel, training: Sequence[Question], held_out: Sequence[Question]
 ) -> list[str]:
     def images(questions: Sequence[Question]) -> int:
         return len({question.image for question in questions})

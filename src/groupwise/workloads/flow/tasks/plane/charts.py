@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from groupwise.workloads.flow.cameras import rotation_errors, split
+from groupwise.workloads.flow.cameras import rotation_errors, split_pose
 from groupwise.workloads.flow.task import Condition
-from groupwise.workloads.flow.tasks.plane.rewards import locate
-from groupwise.workloads.flow.tasks.plane.scene import Scenes, brightness, film
+from groupwise.workloads.flow.tasks.plane.rewards import estimate_camera
+from groupwise.workloads.flow.tasks.plane.scene import Scenes, brightness, render_clip
 
 _ENLARGED = 10
 _WANTED, _FOUND = "#444444", "#d62728"
@@ -60,12 +60,12 @@ def draw_gif(conditions: Sequence[Condition], clips: Tensor) -> Callable[[Path],
 def _truth(conditions: Sequence[Condition]) -> Tensor:
     """What the camera would have seen."""
     light = brightness([each.prompt for each in conditions]).view(-1, 1, 1, 1, 1)
-    return film(_scenes(conditions), _cameras(conditions)) * light
+    return render_clip(_scenes(conditions), _cameras(conditions)) * light
 
 
 def _found(conditions: Sequence[Condition], clips: Tensor) -> Tensor:
     light = brightness([each.prompt for each in conditions]).view(-1, 1, 1, 1, 1)
-    return locate(_scenes(conditions), clips / light).camera
+    return estimate_camera(_scenes(conditions), clips / light).camera
 
 
 def _scenes(conditions: Sequence[Condition]) -> Scenes:
@@ -78,11 +78,11 @@ def _cameras(conditions: Sequence[Condition]) -> Tensor:
 
 def _draw_paths(axis: Any, wanted: Tensor, found: Tensor) -> None:
     """Where the middle of the picture looks on the plane, frame by frame."""
-    for camera, colour, name in ((wanted, _WANTED, "asked"), (found, _FOUND, "found")):
-        rotation, origin = split(camera)
+    for camera, color, name in ((wanted, _WANTED, "asked"), (found, _FOUND, "found")):
+        rotation, origin = split_pose(camera)
         ahead = rotation[:, :, 2]
         gaze = origin[:, :2] + (1 - origin[:, 2:]) / ahead[:, 2:].clamp(min=0.2) * ahead[:, :2]
-        axis.plot(*gaze.T.numpy(), marker="o", markersize=3, color=colour, label=name, linewidth=1)
+        axis.plot(*gaze.T.numpy(), marker="o", markersize=3, color=color, label=name, linewidth=1)
     axis.set_title(f"rotation error {rotation_errors(found, wanted).mean():.3f} rad", fontsize=7)
     axis.set_aspect("equal", adjustable="datalim")
     axis.invert_yaxis()

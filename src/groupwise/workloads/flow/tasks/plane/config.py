@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from groupwise.core.errors import require
 from groupwise.workloads.flow.config import FlowConfig, TrainConfig
-from groupwise.workloads.flow.memory import VideoMemory, read_video_config, read_video_model
+from groupwise.workloads.flow.memory import FlowMemory, read_video_config, read_video_model
 from groupwise.workloads.flow.sampling.schedule import window_at
 
 if TYPE_CHECKING:
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     import torch
 
-    from groupwise.memory.stages import Job
+    from groupwise.memory.stages import StepSpec
     from groupwise.workloads.flow.task import FlowTask
 
 CLIP, PROMPT_WORDS = (3, 5, 8, 8), 2
-"""Colours, frames, height and width of a clip, and words of a prompt."""
+"""Colors, frames, height and width of a clip, and words of a prompt."""
 WEIGHTS = {"camera": 0.6, "quality": 0.4}
 """What a clip is worth: mostly whether the camera went where it was asked to."""
 
@@ -41,9 +41,9 @@ class PlaneConfig(FlowConfig):
         for name in ("scenes", "held_out_scenes"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
-    def memory(self) -> VideoMemory:
+    def memory_model(self) -> FlowMemory:
         """All weights are trained, pixels are the latents, and the first weights are kept as a reference."""
-        return VideoMemory(
+        return FlowMemory(
             read_video_model(self._folder),
             CLIP,
             len(window_at(self.sampling, 0)),
@@ -55,10 +55,10 @@ class PlaneConfig(FlowConfig):
             stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
         )
 
-    def traced(self, job: Job) -> Mapping[str, int]:
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         from groupwise.workloads.flow.trace import traced_flow
 
-        return traced_flow(read_video_config(self._folder), TrainConfig(part="all"), self.memory(), job)
+        return traced_flow(read_video_config(self._folder), TrainConfig(part="all"), self.memory_model(), spec)
 
     @property
     def _folder(self) -> Path:

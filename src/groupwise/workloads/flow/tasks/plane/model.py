@@ -12,10 +12,10 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from groupwise.workloads.flow.models.base import UNPROMPTED, Encoding
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
-from groupwise.workloads.flow.models.trained_parts import FirstWeights
-from groupwise.workloads.flow.task import Asked, Condition
+from groupwise.workloads.flow.models.trained_parts import InitialWeights
+from groupwise.workloads.flow.task import Condition, ConditionSpec
 from groupwise.workloads.flow.tasks.plane.scene import COLOURS, FRAMES, SIDE, check_prompt, encode
 
 ASSET = Path(__file__).parent / "asset"
@@ -26,18 +26,18 @@ class PlaneModel:
 
     def __init__(self, transformer: WanTransformer3DModel):
         self.policy = transformer
-        self.asked = Asked(
+        self.asked = ConditionSpec(
             latent=(COLOURS, FRAMES, SIDE, SIDE),
             patch=tuple(transformer.config.patch_size),
             source_frames=FRAMES,
             source_size=(SIDE, SIDE),
             has_camera=True,
         )
-        self._first = FirstWeights(transformer)
+        self._first = InitialWeights(transformer)
 
-    def encode(self, conditions: Sequence[Condition]) -> list[Encoding]:
+    def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         (nothing,) = encode([""])
-        found: list[Encoding] = []
+        found: list[Conditioning] = []
         for condition in conditions:
             check_prompt(condition.prompt)
             assert condition.source is not None
@@ -45,14 +45,14 @@ class PlaneModel:
             (words,) = encode([condition.prompt])
             source = condition.source[:, :FRAMES]
             found.append(
-                {"text": words, f"{UNPROMPTED}text": nothing, "source": source, "camera": condition.camera.float()}
+                {"text": words, f"{NEGATIVE_PREFIX}text": nothing, "source": source, "camera": condition.camera.float()}
             )
         return found
 
-    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Encoding) -> Tensor:
+    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Conditioning) -> Tensor:
         return camera_velocity(self.policy, latents, 1000 * sigma, **encoding).float()
 
-    def decode(self, latents: Tensor) -> Float[Tensor, "rows colours frames side side"]:
+    def decode(self, latents: Tensor) -> Float[Tensor, "rows colors frames side side"]:
         return latents.float().cpu()
 
     def reference(self) -> AbstractContextManager[None]:

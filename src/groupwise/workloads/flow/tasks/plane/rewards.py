@@ -22,8 +22,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from groupwise.workloads.flow.cameras import poses_of, rotation_errors, translation_errors
-from groupwise.workloads.flow.tasks.plane.scene import LARGEST, Scenes, brightness, meet
+from groupwise.workloads.flow.cameras import motion_to_pose, rotation_errors, translation_errors
+from groupwise.workloads.flow.tasks.plane.scene import LARGEST, Scenes, brightness, project_to_plane
 
 _ROUNDS = 5
 _DAMPING = 1e-3
@@ -33,7 +33,7 @@ _FREE = torch.tensor([limit > 0 for limit in LARGEST])
 
 
 @dataclass(frozen=True)
-class Located:
+class CameraEstimate:
     """The camera of each frame, and what it leaves unexplained."""
 
     motion: Float[Tensor, "clips frames 6"]
@@ -42,19 +42,19 @@ class Located:
     """1 - squared pixel differences / squared pixels of the scene seen from there; at most 1."""
 
 
-def locate(scenes: Scenes, clip: Float[Tensor, "clips colours frames side side"]) -> Located:
+def estimate_camera(scenes: Scenes, clip: Float[Tensor, "clips colors frames side side"]) -> CameraEstimate:
     """The cameras of clips of known scenes."""
     frames = clip.permute(2, 0, 3, 4, 1).flatten(2, 3)
     motion = torch.zeros(clip.shape[0], 6)
     found, explained = [], []
     for frame in frames:
         motion = _register(scenes, frame, motion)
-        seen = scenes.paint(meet(poses_of(motion)))
+        seen = scenes.paint(project_to_plane(motion_to_pose(motion)))
         error = (frame - seen).square().flatten(1).sum(1) / seen.square().flatten(1).sum(1).clamp(min=1e-6)
         found.append(motion)
         explained.append(1 - error)
     motions = torch.stack(found, dim=1)
-    return Located(motions, poses_of(motions), torch.stack(explained, dim=1))
+    return CameraEstimate(motions, motion_to_pose(motions), torch.stack(explained, dim=1))
 
 
 def _register(scenes: Scenes, frame: Tensor, motion: Tensor) -> Tensor:
@@ -77,14 +77,14 @@ def _register(scenes: Scenes, frame: Tensor, motion: Tensor) -> Tensor:
 
 
 def _cost(scenes: Scenes, frame: Tensor, motion: Tensor) -> Tensor:
-    return (frame - scenes.paint(meet(poses_of(motion)))).square().flatten(1).sum(1)
+    return (frame - scenes.paint(project_to_plane(motion_to_pose(motion)))).square().flatten(1).sum(1)
 
 
 def _linearised(scenes: Scenes, frame: Tensor, motion: Tensor) -> tuple[Tensor, Tensor]:
     """How every pixel value changes with the six numbers, and how far it is from the frame's."""
-    places = meet(poses_of(motion))
+    places = project_to_plane(motion_to_pose(motion))
     nudged = motion[:, None] + _NUDGE * torch.eye(6).to(motion)
-    moved = meet(poses_of(nudged).flatten(0, 1)).unflatten(0, (-1, 6))
+    moved = project_to_plane(motion_to_pose(nudged).flatten(0, 1)).unflatten(0, (-1, 6))
     shift = (moved - places[:, None]) / _NUDGE
     slope = torch.einsum("npck,njpk->npcj", scenes.slope(places), shift) * _FREE
     return slope.flatten(1, 2), (frame - scenes.paint(places)).flatten(1)
@@ -93,11 +93,11 @@ def _linearised(scenes: Scenes, frame: Tensor, motion: Tensor) -> tuple[Tensor, 
 _TOLERATED = 0.1
 
 
-class PlaneJudge:
+class PlaneRewards:
     """Rewards of TRL's signature; each clip is located once for all of them."""
 
     def __init__(self) -> None:
-        self._last: tuple[list[Tensor], Located] | None = None
+        self._last: tuple[list[Tensor], CameraEstimate] | None = None
 
     def camera(self, prompts: Sequence[str], completions: Sequence[Tensor], **columns: Any) -> list[float]:
         rotation, translation = self._errors(prompts, completions, columns)
@@ -118,10 +118,10 @@ class PlaneJudge:
         found, wanted = self._located(prompts, clips, columns).camera, torch.stack(columns["cameras"])
         return rotation_errors(found, wanted), translation_errors(found, wanted)
 
-    def _located(self, prompts: Sequence[str], clips: Sequence[Tensor], columns: dict[str, Any]) -> Located:
+    def _located(self, prompts: Sequence[str], clips: Sequence[Tensor], columns: dict[str, Any]) -> CameraEstimate:
         if self._last is not None and list(map(id, self._last[0])) == list(map(id, clips)):
             return self._last[1]
         scenes = Scenes.stacked(columns["scene"])
-        found = locate(scenes, torch.stack(list(clips)) / brightness(prompts).view(-1, 1, 1, 1, 1))
+        found = estimate_camera(scenes, torch.stack(list(clips)) / brightness(prompts).view(-1, 1, 1, 1, 1))
         self._last = (list(clips), found)
         return found

@@ -1,6 +1,6 @@
 """A textured plane at distance 1 and what a pinhole camera sees of it, in closed form.
 
-A texture is a wave in each of three colours, a third of a half turn apart; scenes differ in where their waves begin.
+A texture is a wave in each of three colors, a third of a half turn apart; scenes differ in where their waves begin.
 What a camera at a pose sees at a pixel is the texture where the pixel's ray meets the plane; nothing is sampled or
 interpolated.
 Prompts of the embedded task: the light in which the plane is to be shown. Words are encoded one-hot.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.randomness import uniform
-from groupwise.workloads.flow.cameras import poses_of, split
+from groupwise.workloads.flow.cameras import motion_to_pose, split_pose
 
 FRAMES, SIDE, COLOURS = 5, 8, 3
 LARGEST = (0.0, 0.0, 0.5, 0.4, 0.4, 0.3)
@@ -35,9 +35,9 @@ _SCENE, _PATH, _OWN_PATH = 1, 2, 3
 
 @dataclass(frozen=True)
 class Scenes:
-    """A wave a colour: 0.8 sin(2 pi (frequency . place) + phase)."""
+    """A wave a color: 0.8 sin(2 pi (frequency . place) + phase)."""
 
-    phase: Float[Tensor, "scenes colours"]
+    phase: Float[Tensor, "scenes colors"]
 
     def __len__(self) -> int:
         return len(self.phase)
@@ -50,16 +50,16 @@ class Scenes:
         """Many of one scene each as one of many."""
         return Scenes(torch.cat([each.phase for each in single]))
 
-    def paint(self, places: Float[Tensor, "scenes points 2"]) -> Float[Tensor, "scenes points colours"]:
+    def paint(self, places: Float[Tensor, "scenes points 2"]) -> Float[Tensor, "scenes points colors"]:
         """The texture at places of the plane."""
         return _AMPLITUDE * torch.sin(self._angle(places))
 
-    def slope(self, places: Float[Tensor, "scenes points 2"]) -> Float[Tensor, "scenes points colours 2"]:
+    def slope(self, places: Float[Tensor, "scenes points 2"]) -> Float[Tensor, "scenes points colors 2"]:
         """How the texture changes with the place."""
         wave = _AMPLITUDE * torch.cos(self._angle(places))
         return 2 * torch.pi * wave[..., None] * _FREQUENCY.to(places)
 
-    def _angle(self, places: Float[Tensor, "scenes points 2"]) -> Float[Tensor, "scenes points colours"]:
+    def _angle(self, places: Float[Tensor, "scenes points 2"]) -> Float[Tensor, "scenes points colors"]:
         return 2 * torch.pi * places @ _FREQUENCY.to(places).T + self.phase[:, None]
 
 
@@ -88,26 +88,28 @@ def rays() -> Float[Tensor, "points 3"]:
     return torch.stack([right.flatten(), down.flatten(), torch.ones(SIDE * SIDE)], dim=-1)
 
 
-def meet(camera: Float[Tensor, "cameras 12"]) -> Float[Tensor, "cameras points 2"]:
+def project_to_plane(camera: Float[Tensor, "cameras 12"]) -> Float[Tensor, "cameras points 2"]:
     """Where on the plane each pixel looks."""
-    rotation, origin = split(camera)
+    rotation, origin = split_pose(camera)
     direction = torch.einsum("nij,pj->npi", rotation, rays().to(camera))
     distance = (1 - origin[:, None, 2:]) / direction[..., 2:].clamp(min=_NEAREST)
     return origin[:, None, :2] + distance * direction[..., :2]
 
 
-def film(scenes: Scenes, camera: Float[Tensor, "clips frames 12"]) -> Float[Tensor, "clips colours frames side side"]:
+def render_clip(
+    scenes: Scenes, camera: Float[Tensor, "clips frames 12"]
+) -> Float[Tensor, "clips colors frames side side"]:
     """The clip that a camera on its path takes of each scene, in -1..1 or a little beyond."""
     clips, frames = camera.shape[:2]
-    places = meet(camera.flatten(0, 1)).reshape(clips, -1, 2)
+    places = project_to_plane(camera.flatten(0, 1)).reshape(clips, -1, 2)
     return scenes.paint(places).view(clips, frames, SIDE, SIDE, COLOURS).permute(0, 4, 1, 2, 3)
 
 
 def path_of(motions: Float[Tensor, "paths frames 6"]) -> Float[Tensor, "paths frames 12"]:
-    return poses_of(motions)
+    return motion_to_pose(motions)
 
 
-LIGHT = {"by day": 1.0, "at dusk": 0.7, "by night": 0.45}
+LIGHT_LEVELS = {"by day": 1.0, "at dusk": 0.7, "by night": 0.45}
 """How bright a clip is, by its prompt."""
 WORDS = ("", "by", "at", "day", "dusk", "night", "<6>", "<7>")
 LENGTH = 2
@@ -124,9 +126,9 @@ def encode(prompts: Sequence[str]) -> Float[Tensor, "prompts words width"]:
 
 
 def check_prompt(prompt: str) -> None:
-    if prompt and prompt not in LIGHT:
-        raise UserError(f"The prompt is '{prompt}': the embedded model knows {', '.join(LIGHT)}.")
+    if prompt and prompt not in LIGHT_LEVELS:
+        raise UserError(f"The prompt is '{prompt}': the embedded model knows {', '.join(LIGHT_LEVELS)}.")
 
 
 def brightness(prompts: Sequence[str]) -> Float[Tensor, " prompts"]:
-    return torch.tensor([LIGHT[prompt] for prompt in prompts])
+    return torch.tensor([LIGHT_LEVELS[prompt] for prompt in prompts])
