@@ -30,7 +30,7 @@ def main() -> None:
     print(f"{'conditions':>12} {'kind':>9} {'inside an epoch':>22} {'across two epochs':>22}")
     for conditions in (20_000, 10_000_000, 10_000_000_000):
         for kind in PLACEMENTS:
-            shape = StepShape(conditions, 8192, 8, ranks=4096, rows_per_pass=4, kind=kind)
+            shape = StepShape(conditions, 8192, 8, ranks=4096, rows_per_pass=4, placement=kind)
             place(shape, seed=0, step=0)
             across = conditions // 8192
             cells = []

@@ -94,7 +94,7 @@ def test_recipes_are_followed_with_fake_tensors_and_tried_for_real(recipe, capsy
         (["--device-memory", "1GiB"], "the weights alone take 4.6 GiB"),
         (["--ranks", "0"], "--ranks is '0'"),
         (["--rows-per-pass", "0"], "rows_per_pass is 0: it must be at least 1"),
-        (["--rows-per-pass", "6"], "Nearest that fit: group_size"),
+        (["--ranks", "3"], "does not divide over 3 ranks: placement 'whole' keeps each group on one rank. Nearest"),
     ],
 )
 def test_bad_input_is_a_clear_answer(config, words, says, capsys):

@@ -36,7 +36,7 @@ class PlaceArguments:
     ranks: int = 8
     """Processes, usually one per GPU or NPU."""
     rows_per_pass: int = 2
-    """Rows that one rank runs together."""
+    """Most rows that one rank runs together; the last pass may be smaller."""
     placement: str = "shuffled"
     """whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
     dataset: int | None = None
@@ -57,7 +57,7 @@ def run(words: list[str], as_json: bool) -> int:
         group_size=arguments.group_size,
         ranks=arguments.ranks,
         rows_per_pass=arguments.rows_per_pass,
-        kind=arguments.placement,
+        placement=arguments.placement,
     )
     if arguments.dataset is None:
         shape = replace(shape, conditions=arguments.conditions)
@@ -122,9 +122,7 @@ def show(placed: Placement) -> None:
 
     console, shape = Console(), placed.shape
     console.print(
-        f"{shape.conditions_per_step} conditions x {shape.group_size} members = {shape.rollouts_per_step} rollouts ="
-        f" {shape.ranks} ranks x {shape.passes} passes x {shape.rows_per_pass} rows"
-        f"   ({shape.kind}, seed {placed.seed}, step {placed.step})\n",
+        f"{shape.summary()}   ({shape.placement}, seed {placed.seed}, step {placed.step})\n",
         highlight=False,
     )
     console.print(_map(placed))
@@ -152,7 +150,7 @@ def _map(placed: Placement) -> RenderableType:
             cells.append(cell)
         table.add_row(str(rank), *cells)
     more = {"ranks": shape.ranks - _MOST_LINES, "passes": shape.passes - _MOST_PASSES}
-    more["rows in each pass"] = shape.rows_per_pass - _MOST_MEMBERS
+    more["rows in each pass"] = shape.largest_pass - _MOST_MEMBERS
     left_out = [f"{count} more {what}" for what, count in more.items() if count > 0]
     if left_out:
         table.caption = f"... and {', '.join(left_out)} (all of them with --json)"

@@ -70,11 +70,11 @@ class RolloutRows:
         return self.seed, self.step, self.group[:, None], self.member[:, None]
 
     def passes(self) -> Iterator[RolloutRows]:
-        """These rows in cuts of `rows_per_pass`."""
+        """These rows in passes of at most `rows_per_pass`; the last may be smaller."""
         for start in range(0, len(self), self.rows_per_pass):
-            cut = slice(start, start + self.rows_per_pass)
+            part = slice(start, start + self.rows_per_pass)
             yield RolloutRows(
-                self.seed, self.step, self.rows_per_pass, self.group[cut], self.member[cut], self.condition[cut]
+                self.seed, self.step, self.rows_per_pass, self.group[part], self.member[part], self.condition[part]
             )
 
 
@@ -108,7 +108,7 @@ class Placement:
 
     @property
     def slot(self) -> Int64[Tensor, " rollouts"]:
-        return self.position % self.shape.rows_per_pass
+        return self.position % self.shape.rollouts_per_rank % self.shape.rows_per_pass
 
     def rows_of(self, rank: int) -> RolloutRows:
         """What one rank runs, pass after pass."""
@@ -145,14 +145,14 @@ def place(shape: StepShape, *, seed: int, step: int, round_index: int = 0, round
 
 
 def _positions(shape: StepShape, seed: int, step: int) -> Positions:
-    function = _placement_function(shape.kind)
-    if shape.kind in PLACEMENTS:
+    function = _placement_function(shape.placement)
+    if shape.placement in PLACEMENTS:
         return function(shape, seed, step)
     try:
         return torch.as_tensor(function(shape, seed, step))
     except Exception as error:
         raise UserError(
-            f"placement '{shape.kind}' raised {type(error).__name__}: {error}. It is called with (shape, seed,"
+            f"placement '{shape.placement}' raised {type(error).__name__}: {error}. It is called with (shape, seed,"
             " step) and returns a position for every rollout."
         ) from error
 
@@ -183,6 +183,6 @@ def _check_is_permutation(positions: Tensor, shape: StepShape) -> None:
     in_range = positions.shape == (rollouts,) and bool(((positions >= 0) & (positions < rollouts)).all())
     if not in_range or len(torch.unique(positions)) < rollouts:
         raise UserError(
-            f"placement '{shape.kind}' does not give each of the {rollouts} rollouts a position of its own: it must"
-            f" return every number from 0 to {rollouts - 1} exactly once."
+            f"placement '{shape.placement}' does not give each of the {rollouts} rollouts a position of its own: it"
+            f" must return every number from 0 to {rollouts - 1} exactly once."
         )

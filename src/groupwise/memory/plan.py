@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from groupwise.core.errors import UserError
-from groupwise.core.shape import StepShape, largest_fitting_rows, nearest_fitting
+from groupwise.core.shape import StepShape, even_pass_sizes, nearest_fitting
 from groupwise.core.units import format_bytes
 from groupwise.memory.stages import StageBytes, StepSpec
 
@@ -95,14 +95,12 @@ def propose_setting(job: StepSpec, predict: Predict, device: int, share: float) 
 
 
 def _max_rows_within(job: StepSpec, predict: Predict, device: int, share: float) -> PlannedSetting | None:
-    """Bytes grow with the rows, so that halving the interval finds the limit; then down to what divides."""
-    low, high = 0, job.shape.rollouts_per_rank
-    while low < high:
-        middle = (low + high + 1) // 2
-        fits = predict(_unchecked(job, middle)).with_margin().peak <= share * device
-        low, high = (middle, high) if fits else (low, middle - 1)
-    rows = largest_fitting_rows(job.shape, low)
-    return None if rows is None else evaluate_setting(_with_rows(job, rows), predict, device)
+    """The fewest passes of equal size that stay below a share of the device; None where not even one row does."""
+    for rows in even_pass_sizes(job.shape.rollouts_per_rank):
+        setting = evaluate_setting(_with_rows(job, rows), predict, device)
+        if setting.stages.peak <= share * device:
+            return setting
+    return None
 
 
 def reduction_steps(
@@ -110,11 +108,10 @@ def reduction_steps(
 ) -> list[ReductionStep]:
     """In order: what never changes the result first. Each is feasible, and on top of those before it."""
     found: list[ReductionStep] = []
-    peak, rows = predict(job).with_margin().peak, job.shape.rows_per_pass
+    peak, rows = predict(job).with_margin().peak, job.shape.largest_pass
     now = job
     while rows > 1:
-        fewer = largest_fitting_rows(job.shape, rows // 2)
-        assert fewer is not None, "one row always fits"
+        fewer = rows // 2
         now = _with_rows(job, fewer)
         after = predict(now).with_margin().peak
         if after < peak:
@@ -148,19 +145,12 @@ def check_weights_fit(job: StepSpec, predict: Predict, device: int) -> None:
 
 def nearest_valid_values(shape: StepShape) -> dict[str, list[int]]:
     """For each number of the shape, the nearest values that fit, below and above, the others unchanged."""
-    names = ("rows_per_pass", "conditions_per_step", "group_size", "ranks")
+    names = ("conditions_per_step", "group_size", "ranks")
     return {name: nearest_fitting(shape, name) for name in names}
 
 
 def _with_rows(job: StepSpec, rows: int) -> StepSpec:
     return replace(job, shape=replace(job.shape, rows_per_pass=rows))
-
-
-def _unchecked(job: StepSpec, rows: int) -> StepSpec:
-    """With any number of rows, to ask what it would take; no step is ever run so."""
-    shape = object.__new__(StepShape)
-    shape.__dict__.update({**job.shape.__dict__, "rows_per_pass": rows})
-    return replace(job, shape=shape)
 
 
 class MemoryModel(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,10 +31,15 @@ class StepSpec:
         return self.shape.ranks if self.sharded else 1
 
     def prompts_in(self, rows: int) -> int:
-        """Different conditions among so many rows of a rank: few where a group stays together."""
-        if self.shape.kind == "whole":
-            return -(-rows // self.shape.group_size)
-        return min(rows, self.shape.conditions_per_step)
+        """Most different conditions in a pass of so many rows: few where a group stays on one rank.
+
+        A pass begins at a multiple of gcd(rows, group_size) inside a group, at worst so many rows before its end.
+        """
+        shape = self.shape
+        if shape.placement != "whole":
+            return min(rows, shape.conditions_per_step)
+        begins_at = shape.group_size - math.gcd(rows, shape.group_size)
+        return min(-(-(begins_at + rows) // shape.group_size), shape.conditions_per_step // shape.ranks)
 
 
 @dataclass(frozen=True)

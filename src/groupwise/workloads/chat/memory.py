@@ -101,7 +101,7 @@ class ChatMemory:
 
     def tokens_in_pass(self, job: StepSpec) -> int:
         """Tokens that go through the network together; the last one of a completion predicts nothing."""
-        rows = job.shape.rows_per_pass
+        rows = job.shape.largest_pass
         prompts = job.prompts_in(rows) if self.shared else rows
         tokens = prompts * self.prompt_tokens + rows * (self.completion_tokens - 1)
         longest_row = self.prompt_tokens + self.completion_tokens - 1
@@ -114,7 +114,7 @@ class ChatMemory:
         kept = model.layers * model.width * wide if self.checkpointing else model.layers * layer
         angles = 2 * model.head_width * wide
         in_layer = (layer if self.checkpointing else 0) + self._backward_of_layer()
-        predicted = job.shape.rows_per_pass * self.completion_tokens
+        predicted = job.shape.largest_pass * self.completion_tokens
         final = tokens * (3 if self._norms_kept_twice else 2) * model.width * wide + predicted * model.width * wide
         chunk = min(predicted, max(FEWEST_TOKENS, CHUNK_NUMBERS // model.vocabulary)) * model.vocabulary * 3 * wide
         into_head = 0 if self.lora_rank else model.head_numbers * wide

@@ -106,7 +106,7 @@ def traced_rollout(policy: LanguageModelPolicy, act: Callable[[], None], drawn_t
 
 def traced_chat(model_config: Any, config: PolicyConfig, job: StepSpec, memory: ChatMemory) -> dict[str, int]:
     """Highest bytes of a rollout of as many rows as decode together, and of the update's last pass."""
-    policy, rows = fake_policy(model_config, config), job.shape.rows_per_pass
+    policy, rows = fake_policy(model_config, config), job.shape.largest_pass
     lengths = {"prompt_tokens": memory.prompt_tokens, "completion_tokens": memory.completion_tokens}
     one = scored_pass(policy, prompts=job.prompts_in(rows), rows=rows, **lengths)
     copy = policy._reference[0]

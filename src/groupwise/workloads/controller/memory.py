@@ -73,7 +73,7 @@ class ControllerMemory:
         frozen = (self.text.parameters + self.vision.parameters) * self.number_bytes
         held = {"frozen model": frozen} | held
         rollout = {name: held[name] for name in ("frozen model", "weights", "optimizer", "averaged weights")}
-        rows = job.shape.rows_per_pass
+        rows = job.shape.largest_pass
         shared = job.prompts_in(rows) * (4 * ENCODED + 6 * FIRST + self.text.width)
         learned = {"activations": (shared + rows * (6 * SECOND + self.text.width)) * 4}
         if job.shape.passes > 1:  # of one layer, before it is added to those of earlier passes
@@ -85,7 +85,7 @@ class ControllerMemory:
         """Every question of a pass is new, all rows look as finely as they can, and no two go on alike from their
         insertion positions, which are spread evenly: nothing is remembered or shared beyond the prefix.
         """
-        rows, text, number = job.shape.rows_per_pass, self.text, self.number_bytes
+        rows, text, number = job.shape.largest_pass, self.text, self.number_bytes
         questions = job.prompts_in(rows)
         per_block = text.width + 2 * text.kv_width  # the state after it, keys and values
         every_tier = sum(map(self.prompt_tokens, self.crops.values()))

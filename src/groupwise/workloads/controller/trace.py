@@ -49,7 +49,7 @@ def fake_controller(
         model = transformers.LlavaForConditionalGeneration._from_config(model_config, dtype=dtype).eval()
     adapter, crops = adapter_for(model), {tier: count - 1 for tier, count in memory.crops.items()}
     executor = Executor(adapter, options or replace(default_options(adapter), crops=crops))
-    rows, knobs = job.shape.rows_per_pass, executor.options
+    rows, knobs = job.shape.largest_pass, executor.options
     questions = [_question(nth, memory, model_config, fake=fake) for nth in range(job.prompts_in(rows))]
     policy = ControllerNetwork(memory.text.width, knobs)
     if mode is not None:

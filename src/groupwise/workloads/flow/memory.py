@@ -158,7 +158,7 @@ class FlowMemory:
 
     def starts(self, job: StepSpec) -> int:
         """Rows of a pass that the window's first step is computed for."""
-        rows = job.shape.rows_per_pass
+        rows = job.shape.largest_pass
         return job.prompts_in(rows) if self.branch else rows
 
     def _rollout(self, job: StepSpec) -> dict[str, int]:
@@ -166,7 +166,7 @@ class FlowMemory:
 
         All rows of a pass take the steps behind the window, which there always are, whatever they shared before.
         """
-        wide, inner, rows = self.model.width, self.model.inner, job.shape.rows_per_pass
+        wide, inner, rows = self.model.width, self.model.inner, job.shape.largest_pass
         one_block = int(max(14.25 * wide, 4.3 * wide + 2 * inner))
         decoded = 2 * min(self.decode_rows, job.shape.rollouts_per_rank) * self.pixels * self.number_bytes
         moments = [
@@ -176,8 +176,8 @@ class FlowMemory:
         return {"latents": self.trajectory_bytes(job)} | max(moments, key=lambda parts: sum(parts.values()))
 
     def _update(self, job: StepSpec) -> dict[str, int]:
-        later = job.shape.rows_per_pass * (self.trained_steps - 1)
-        rows = self.starts(job) if not later else job.shape.rows_per_pass
+        later = job.shape.largest_pass * (self.trained_steps - 1)
+        rows = self.starts(job) if not later else job.shape.largest_pass
         block, wide = self.kept_by_block(), self.model.width * 4
         held = self.model.layers * (wide if self.checkpointing else block)
         moment = block if self.checkpointing else 0

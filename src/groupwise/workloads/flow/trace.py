@@ -53,7 +53,7 @@ def stages_of(transformer: WanTransformer3DModel, memory: FlowMemory, job: StepS
 
     Rows of a group may share the window's first step. A rollout goes on with each row's own, to the last.
     """
-    rows, shape, window = job.shape.rows_per_pass, memory.latent, range(1, memory.trained_steps + 1)
+    rows, shape, window = job.shape.largest_pass, memory.latent, range(1, memory.trained_steps + 1)
     guidance = 5.0 if memory.guided else 1.0
     sampling = SamplingConfig(steps=memory.trained_steps + 2, guidance=guidance, branch=memory.branch)
     velocity = _velocity(transformer, memory, rows, guidance)
