@@ -49,10 +49,10 @@ def _condition(fields: dict[str, Any], folder: Path, where: str, size: tuple[int
     video, camera = fields.get("video"), fields.get("camera")
     return Condition(
         prompt=fields["prompt"],
-        source=read_clip(folder / video, size=size) if video is not None else None,
+        source_clip=read_clip(folder / video, size=size) if video is not None else None,
         camera=_camera(camera, folder, where) if camera is not None else None,
         name=where,
-        columns={name: value for name, value in fields.items() if name not in _KNOWN},
+        reward_columns={name: value for name, value in fields.items() if name not in _KNOWN},
     )
 
 

@@ -18,11 +18,11 @@ def clip_rewards(
     functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], clips: Float[Tensor, "rows ..."]
 ) -> RewardTerms:
     """All functions on all clips, with what their conditions are made of as columns."""
-    names = dict.fromkeys(name for condition in conditions for name in condition.columns)
-    columns: dict[str, list[Any]] = {name: [each.columns.get(name) for each in conditions] for name in names}
+    names = dict.fromkeys(name for condition in conditions for name in condition.reward_columns)
+    columns: dict[str, list[Any]] = {name: [each.reward_columns.get(name) for each in conditions] for name in names}
     columns |= {
         "cameras": [each.camera for each in conditions],
-        "sources": [each.source for each in conditions],
+        "sources": [each.source_clip for each in conditions],
         "names": [each.name for each in conditions],
     }
     return call_rewards(functions, [each.prompt for each in conditions], list(clips), **columns)

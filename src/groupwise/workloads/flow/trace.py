@@ -14,10 +14,10 @@ from torch import Tensor
 
 from groupwise.memory.stages import StepSpec
 from groupwise.memory.trace import fake_tensors, replace_with_fake, trace_peak, trace_update
-from groupwise.workloads.flow.config import TrainConfig
+from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.memory import FlowMemory
-from groupwise.workloads.flow.models.base import GuidedVelocity
-from groupwise.workloads.flow.models.camera_layers import POSE, add_camera_layers, camera_velocity
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, GuidedVelocity
+from groupwise.workloads.flow.models.camera_layers import POSE_DIM, add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig
@@ -25,7 +25,7 @@ from groupwise.workloads.flow.sampling.steppers import transition_logprob
 
 
 def fake_transformer(
-    content: Mapping[str, Any], train: TrainConfig, *, checkpointing: bool = False, fake: bool = True
+    content: Mapping[str, Any], train: TrainedPartsConfig, *, checkpointing: bool = False, fake: bool = True
 ) -> WanTransformer3DModel:
     """A Wan transformer with camera layers by its config alone: without memory, or with random weights."""
     with fake_tensors() if fake else nullcontext() as mode:
@@ -55,21 +55,23 @@ def stages_of(transformer: WanTransformer3DModel, memory: FlowMemory, job: StepS
     """
     rows, shape, window = job.shape.largest_pass, memory.latent, range(1, memory.trained_steps + 1)
     guidance = 5.0 if memory.guided else 1.0
-    sampling = SamplingConfig(steps=memory.trained_steps + 2, guidance=guidance, branch=memory.branch)
+    sampling = SamplingConfig(
+        num_inference_steps=memory.trained_steps + 2, guidance_scale=guidance, shared_noise=memory.branch
+    )
     velocity = _velocity(transformer, memory, rows, guidance)
     path = torch.zeros(rows, memory.trained_steps + 1, *shape)
     group = torch.arange(rows) % memory.starts(job)
     denoiser = Denoiser(sampling, shape, window, torch.device("cpu"))
 
     def logp(nth: int) -> Tensor:
-        steps, alike = torch.full((rows,), window[nth]), denoiser.alike(group, nth)
-        return transition_logprob(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, steps, alike=alike))
+        steps, shared = torch.full((rows,), window[nth]), denoiser.shared_start(group, nth)
+        return transition_logprob(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, steps, shared=shared))
 
     def scored() -> Tensor:
         return torch.stack([logp(nth) for nth in range(memory.trained_steps)], dim=1)
 
     def rollout() -> object:
-        return scored(), denoiser.after(path[:, -1], velocity)
+        return scored(), denoiser.denoise_from_window(path[:, -1], velocity)
 
     return Followed(rollout, lambda: scored().exp().mean(), _held(transformer, memory, job, fake=fake))
 
@@ -78,9 +80,9 @@ def _velocity(transformer: WanTransformer3DModel, memory: FlowMemory, rows: int,
     text = torch.zeros(rows, memory.text_tokens, memory.model.text_width)
     encoding = {
         "text": text,
-        "unprompted_text": text,
+        f"{NEGATIVE_PREFIX}text": text,
         "source": torch.zeros(rows, *memory.latent),
-        "camera": torch.zeros(rows, memory.latent[1], POSE),
+        "camera": torch.zeros(rows, memory.latent[1], POSE_DIM),
     }
     model = SimpleNamespace(
         velocity=lambda latents, sigma, told: camera_velocity(transformer, latents, 1000 * sigma, **told).float()
@@ -104,7 +106,7 @@ def followed_rollout(transformer: WanTransformer3DModel, found: Followed) -> int
     return trace_peak(found.rollout, *transformer.parameters(), *transformer.buffers(), *found.held, *moments)
 
 
-def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: FlowMemory, job: StepSpec) -> dict[str, int]:
+def traced_flow(content: Mapping[str, Any], train: TrainedPartsConfig, memory: FlowMemory, job: StepSpec) -> dict[str, int]:
     """Highest bytes of a rollout's steps and of the update's last pass, of a transformer in float32."""
     transformer = fake_transformer(content, train, checkpointing=memory.checkpointing)
     found = stages_of(transformer, memory, job)

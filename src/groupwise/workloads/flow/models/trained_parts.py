@@ -1,5 +1,6 @@
-"""What of a transformer is trained, and how the policy that training began with is reached again.
-The policy that training began with, without a second model: the adapter switched off, or the first weights lent.
+"""Which weights of a transformer are trained, and the reference policy: the same transformer with its initial weights.
+
+There is no second model: the reference switches the adapter off, or swaps the initial weights in.
 """
 
 from __future__ import annotations
@@ -16,42 +17,15 @@ from peft import LoraConfig
 from torch import nn
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.flow.config import TrainConfig
+from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
 
-
-class InitialWeights:
-    """Copies of the weights that are trained, as they are when this is made."""
-
-    def __init__(self, policy: nn.Module):
-        self._policy = policy
-        self._first = {
-            name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
-        }
-
-    @contextmanager
-    @torch.no_grad()
-    def lent(self) -> Iterator[None]:
-        """Meanwhile the policy holds its first weights; then its own again, bit by bit.
-
-        The tensors change places, not their contents: a graph that was built on the present weights stays valid.
-        """
-        weights = {name: dict(self._policy.named_parameters())[name] for name in self._first}
-        present = {name: weight.data for name, weight in weights.items()}
-        try:
-            for name, weight in weights.items():
-                weight.data = self._first[name]
-            yield
-        finally:
-            for name, weight in weights.items():
-                weight.data = present[name]
-
-
 Reference = Callable[[], AbstractContextManager[None]]
+"""Within the context that it returns, the policy is the reference policy."""
 
 
-def select_trained_parameters(transformer: ModelMixin, config: TrainConfig) -> Reference:
-    """Freeze all but what is trained; returns the way back to the first policy."""
+def select_trained_parameters(transformer: ModelMixin, config: TrainedPartsConfig) -> Reference:
+    """Freeze everything that is not trained; returns the reference policy."""
     transformer.requires_grad_(False)
     if config.part == "lora":
         return _add_lora(transformer, config)
@@ -63,28 +37,16 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainConfig) -> R
             )
         transformer.requires_grad_(True)
     else:
-        found = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
-        if not found:
+        layers = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
+        if not layers:
             raise UserError("workload.train.part is 'camera', but this transformer has no camera layers. Take 'lora'.")
-        for weight in found.values():
+        for weight in layers.values():
             weight.requires_grad_(True)
-    return InitialWeights(transformer).lent
+    return InitialWeights(transformer).swapped_in
 
 
-def enable_gradient_checkpointing(transformer: nn.Module) -> None:
-    """Gradient checkpointing, as diffusers has it: blocks are computed again on the way back."""
-    if not isinstance(transformer, ModelMixin):
-        raise UserError(
-            f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"
-            " own classes can do it. Switch it off."
-        )
-    transformer.enable_gradient_checkpointing()
-
-
-def _add_lora(transformer: Any, config: TrainConfig) -> Reference:
-    """A fresh adapter changes nothing; it is drawn from a seed of its own, the same on every rank."""
-    state = torch.get_rng_state()
-    torch.manual_seed(config.lora_seed)
+def _add_lora(transformer: Any, config: TrainedPartsConfig) -> Reference:
+    """A fresh adapter adds zero. Its weights come from their own seed, so they are the same on every rank."""
     names = [name for name, _ in transformer.named_modules()]
     targets = [target for target in config.lora_targets if any(name.endswith(f".{target}") for name in names)]
     if not targets:
@@ -92,16 +54,55 @@ def _add_lora(transformer: Any, config: TrainConfig) -> Reference:
             f"workload.train.lora_targets is {config.lora_targets}: no layer of {type(transformer).__name__} is called"
             " like this. Name linear layers, such as to_q or to_v."
         )
+    state = torch.get_rng_state()
+    torch.manual_seed(config.lora_seed)
     transformer.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
     torch.set_rng_state(state)
     cast_training_params(transformer, torch.float32)
 
     @contextmanager
-    def without() -> Iterator[None]:
+    def without_adapter() -> Iterator[None]:
         transformer.disable_adapters()
         try:
             yield
         finally:
             transformer.enable_adapters()
 
-    return without
+    return without_adapter
+
+
+class InitialWeights:
+    """Copies of the trained weights, as they are when this is created."""
+
+    def __init__(self, policy: nn.Module):
+        self._policy = policy
+        self._initial = {
+            name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
+        }
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """Within this context the policy has its initial weights; afterwards its own again, bit-identical.
+
+        The tensors are swapped, not their contents: a graph that was built on the current weights stays valid.
+        """
+        parameters = dict(self._policy.named_parameters())
+        current = {name: parameters[name].data for name in self._initial}
+        try:
+            for name, initial in self._initial.items():
+                parameters[name].data = initial
+            yield
+        finally:
+            for name, weight in current.items():
+                parameters[name].data = weight
+
+
+def enable_gradient_checkpointing(transformer: nn.Module) -> None:
+    """diffusers' gradient checkpointing: blocks are recomputed in the backward pass."""
+    if not isinstance(transformer, ModelMixin):
+        raise UserError(
+            f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"
+            " classes support it. Switch it off."
+        )
+    transformer.enable_gradient_checkpointing()
