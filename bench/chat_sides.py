@@ -16,10 +16,8 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import groupwise as gw
-from groupwise.dist.comm import connect
-from groupwise.memory.recovery import RowLimits
 from groupwise.training.loop import training_steps
-from groupwise.training.state import create_state
+from groupwise.training.setup import set_up
 from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.engine.policy import make_policy
@@ -127,6 +125,15 @@ class EvenTokens(gw.Workload):
 
 
 @dataclass(frozen=True)
+class EvenTokensConfig(gw.WorkloadConfig):
+    case: Case
+    seed: int
+
+    def build(self, device: torch.device) -> EvenTokens:
+        return EvenTokens(self.case, self.seed)
+
+
+@dataclass(frozen=True)
 class StepTaken:
     seconds: float
     """Of the processor: other programs on the machine do not count."""
@@ -135,9 +142,8 @@ class StepTaken:
 
 
 def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0) -> Iterator[StepTaken]:
-    workload = EvenTokens(case, seed)
     config = gw.Config(
-        gw.WorkloadConfig(),
+        EvenTokensConfig(case, seed),
         steps=steps,
         seed=seed,
         conditions_per_step=case.prompts,
@@ -146,16 +152,15 @@ def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0
         optimizer=gw.OptimizerConfig(learning_rate=rate),
         run=gw.RunConfig(samples_per_step=0),
     )
-    shape = config.shape(conditions=workload.num_conditions)
-    state = create_state(workload.policy, config.optimizer)
-    state.cut = RowLimits(shape.rows_per_pass)
-    taken = training_steps(workload, state=state, shape=shape, config=config, comm=connect())
+    setup = set_up(config)
+    assert isinstance(setup.workload, EvenTokens)
+    taken = training_steps(setup)
     while True:
         begun = time.process_time()
         step = next(taken, None)
         if step is None:
             return
-        found = StepTaken(time.process_time() - begun, workload.tokens, step.metrics["reward"])
+        found = StepTaken(time.process_time() - begun, setup.workload.tokens, step.metrics["reward"])
         print(f"groupwise: {found}", file=sys.stderr, flush=True)
         yield found
 

@@ -36,7 +36,7 @@ def worker(output: Path, steps: int, placement: str) -> None:
     cold = replace(recipe.workload, question_seed=1, estimator="counted")
     config = replace(recipe, workload=cold, steps=steps + 1, placement=placement)
     setup = set_up(config)
-    taken = training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
+    taken = training_steps(setup)
     rewards = [next(taken).metrics["reward"]]
     setup.comm.barrier()
     begun, worked = time.perf_counter(), time.process_time()

@@ -98,7 +98,7 @@ def _run(kind: str, steps: int, seed: int) -> Run:
         epochs = iter(range(steps))
         return Run(setup, lambda: _ignore(usual.epoch(next(epochs))), lambda: usual.stored_bytes)
     kept = _remember_bytes(setup)
-    training = loop.training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
+    training = loop.training_steps(setup)
     spreads: list[tuple[float, float]] = []
     comparing = _comparing(spreads, one_group=kind == "global")
     return Run(setup, lambda: _next(training, comparing), lambda: kept[-1], spreads=spreads)

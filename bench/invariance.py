@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "train")]
+sys.path[:0] = [str(TESTS), str(TESTS / "training")]
 
 from fakes import recipe  # noqa: E402
 from processes import on_ranks  # noqa: E402

@@ -99,7 +99,7 @@ def recipe() -> gw.Config:
         group_size=4,
         rows_per_pass=4,
         loss=gw.LossConfig(kl=0.05, entropy=0.01),
-        optimizer=gw.OptimizerConfig(learning_rate=0.05, ema_decay=0.9, schedule="cosine", updates_per_rollout=2),
+        optimizer=gw.OptimizerConfig(learning_rate=0.05, ema_decay=0.9, schedule="cosine", updates_per_step=2),
         run=gw.RunConfig(checkpoint_every=2),
     )
 

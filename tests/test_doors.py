@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import groupwise as gw
+from groupwise.core.files import read_jsonl
 from groupwise.recipes import load_recipe
-from groupwise.training.run_folder import read_jsonl
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden" / "doors.json"

@@ -56,7 +56,8 @@ def test_help_teaches_in_under_half_a_second(words):
 
 def test_every_field_is_documented():
     said = groupwise("train", "--help").stdout
-    for name in ("--group-size", "--reward.max-missing-share", "--loss.clip-low", "--optimizer.ema-decay", "--resume"):
+    names = ("--group-size", "--reward.max-missing-fraction", "--loss.clip-low", "--optimizer.ema-decay", "--resume")
+    for name in names:
         assert name in said
     for block in said.split("╭")[1:]:
         for entry in block.split("│ --")[1:]:
@@ -126,7 +127,7 @@ def test_other_libraries_names_are_understood(capsys):
         (["train", "fakes:recipe", "--conditions-per-step", "41"], "dataset holds 40 conditions"),
         (["train", "fakes:recipe", "--placement", "scattered"], "whole, spread, shuffled"),
         (["train", "fakes:recipe", "--reward.weights", "acc", "2"], "'acc', which is not a reward"),
-        (["train", "fakes:recipe", "--workload.missing-member", "1"], "max_missing_share"),
+        (["train", "fakes:recipe", "--workload.missing-member", "1"], "max_missing_fraction"),
         (["train", "fakes:recipe", "--trackers", "wandb"], "not installed"),
         (["check", "fakes:recipe", "--conditions-per-step", "50"], "Nearest that fit: conditions_per_step 40."),
         (["place", "--conditions", "3"], "Nearest that fit: conditions_per_step 2 or 4"),

@@ -115,7 +115,7 @@ def test_ranking_by_hand():
     assert found.item() == pytest.approx(math.log(1 + math.e))
     # its pull is 1 - sigmoid(-1) = sigmoid(1), up for the better and down for the worse
     pull = 1 / (1 + math.exp(-1))
-    assert_close(losses.ranking_pulls(logp, rewards, ids), float64([pull, -pull]))
+    assert_close(losses.pairwise_weights(logp, rewards, ids), float64([pull, -pull]))
 
 
 @given(st.integers(0, 10**6))
@@ -142,7 +142,7 @@ def test_pulls_are_the_gradient_of_the_ranking_loss(seed):
     ids = torch.randint(0, 3, (10,), generator=source)
     ids[0] = 9  # a group of one: its row in the table is padded, and must not turn into NaN
     loss = losses.pairwise_ranking(logp, rewards, ids, denominator=1.0)
-    assert_close(losses.ranking_pulls(logp, rewards, ids), -torch.autograd.grad(loss, logp)[0])
+    assert_close(losses.pairwise_weights(logp, rewards, ids), -torch.autograd.grad(loss, logp)[0])
 
 
 def test_passes_of_different_width_are_put_together():

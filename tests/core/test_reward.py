@@ -18,7 +18,7 @@ def test_weights_by_hand():
 
 def test_a_missing_term_makes_the_total_missing_unless_it_weighs_nothing():
     terms = RewardTerms({"a": tensor([1.0, 1.0, 1.0, 1.0]), "b": tensor([1.0, math.nan, 1.0, 1.0])})
-    rewards = weigh(terms, RewardConfig(max_missing_share=0.25))
+    rewards = weigh(terms, RewardConfig(max_missing_fraction=0.25))
     assert rewards.total.isnan().tolist() == [False, True, False, False]
     assert rewards.missing == 1
     assert weigh(terms, RewardConfig(weights={"b": 0.0})).missing == 0
@@ -26,13 +26,14 @@ def test_a_missing_term_makes_the_total_missing_unless_it_weighs_nothing():
 
 def test_an_infinite_reward_is_missing_too():
     assert (
-        weigh(RewardTerms({"a": tensor([1.0, 2.0, math.inf, 4.0])}), RewardConfig(max_missing_share=0.5)).missing == 1
+        weigh(RewardTerms({"a": tensor([1.0, 2.0, math.inf, 4.0])}), RewardConfig(max_missing_fraction=0.5)).missing
+        == 1
     )
 
 
 def test_too_many_missing_stop_the_run_with_the_reason():
     terms = RewardTerms({"a": torch.full((4,), math.nan)}, {"a": "raised KeyError: 'answer'"})
-    with pytest.raises(UserError, match=r"4 of 4 rollouts .*max_missing_share 0.2 .*KeyError: 'answer'"):
+    with pytest.raises(UserError, match=r"4 of 4 rollouts .*max_missing_fraction 0.2 .*KeyError: 'answer'"):
         weigh(terms, RewardConfig())
 
 
@@ -45,4 +46,4 @@ def test_an_unknown_weight_and_no_term_are_refused():
 
 def test_statistics_are_of_the_rows_that_have_the_term():
     metrics = term_statistics(RewardTerms({"a": tensor([1.0, 3.0, math.nan, math.nan])}))
-    assert metrics == {"reward/a": 2.0, "reward/a/std": 1.0, "reward/a/missing_share": 0.5}
+    assert metrics == {"reward/a": 2.0, "reward/a/std": 1.0, "reward/a/missing_fraction": 0.5}

@@ -11,7 +11,7 @@ from processes import ENVIRONMENT, on_ranks
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from groupwise.training.run_folder import read_jsonl
+from groupwise.core.files import read_jsonl
 
 WORKER = Path(__file__).parent / "worker.py"
 
@@ -84,7 +84,8 @@ def test_resumed_on_another_number_of_ranks_it_is_the_same_run_to_rounding(tmp_p
         ended = on_ranks(1, [*words, "--run-dir", tmp_path / "straight", "--steps", steps, "--resume"])
         assert ended.returncode == 0, ended.stderr[-3000:]
     moved, straight = (
-        load_file(tmp_path / name / "checkpoints" / "step-000006" / "policy.safetensors") for name in ("moved", "straight")
+        load_file(tmp_path / name / "checkpoints" / "step-000006" / "policy.safetensors")
+        for name in ("moved", "straight")
     )
     for name in straight:
         assert_close(moved[name], straight[name], rtol=0, atol=1e-12)

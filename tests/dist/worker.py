@@ -1,6 +1,6 @@
 """Runs under torchrun: the same steps for every placement, loss and cut; rank 0 writes what came out.
 
-    torchrun ... worker.py OUTPUT.pt
+torchrun ... worker.py OUTPUT.pt
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from fakes import TinyConfig, recipe
 import groupwise as gw
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
-from groupwise.training.loop import generate_rollouts, training_steps
+from groupwise.training.loop import training_steps
+from groupwise.training.rollout import generate_rollouts
 from groupwise.training.run import set_up
 
 LOSSES = {"clipped": gw.LossConfig(kl=0.05, entropy=0.01), "ranking": gw.LossConfig(kind="ranking")}
@@ -25,10 +26,10 @@ def outcome(config: gw.Config) -> dict[str, object]:
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
     rows = placed.rows_of(setup.comm.rank)
-    rollouts = generate_rollouts(setup.workload, placed, setup.comm)
+    rollouts = generate_rollouts(setup, placed)
     order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
     choices = setup.comm.gather(rollouts.data["choices"])[order]
-    steps = training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
+    steps = training_steps(setup)
     first = next(steps)
     parameters = list(setup.workload.policy.parameters())
     gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])

@@ -6,7 +6,7 @@ import time
 import pytest
 from processes import groupwise, kill, start, wait_for_steps
 
-from groupwise.training.run_folder import read_jsonl
+from groupwise.core.files import read_jsonl
 
 FILES = ("policy.safetensors", "optimizer.pt", "ema.safetensors")
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")

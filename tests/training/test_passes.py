@@ -6,8 +6,8 @@ from fakes import TinyConfig, TinyWorkload, recipe
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.dist.comm import connect
-from groupwise.training.loop import generate_rollouts
+from groupwise.training.loop import training_steps
+from groupwise.training.rollout import generate_rollouts
 from groupwise.training.run import set_up
 from groupwise.training.update import StepTotals, TrainingBatch
 
@@ -42,7 +42,7 @@ class OwnConfig(TinyConfig):
 
 def batch_of(config):
     setup = set_up(config)
-    rollouts = generate_rollouts(setup.workload, place(setup.shape, seed=0, step=0), connect())
+    rollouts = generate_rollouts(setup, place(setup.shape, seed=0, step=0))
     return setup.workload, TrainingBatch(rollouts, torch.arange(len(rollouts)), StepTotals(1, 1))
 
 
@@ -63,16 +63,9 @@ def test_rows_that_no_pass_holds_are_refused():
 def test_the_order_of_cuts_does_not_change_the_run():
     metrics = []
     for workload in (TinyConfig(), OwnConfig()):
-        setup = set_up(replace(recipe(), workload=workload))
-        metrics.append((setup, [step.metrics for step in _steps(setup)]))
+        setup = set_up(replace(recipe(), workload=workload, steps=2))
+        metrics.append((setup, [step.metrics for step in training_steps(setup)]))
     (_, plain), (setup, own) = metrics
     assert setup.workload.seen > 5
     assert own[-1]["loss"] == pytest.approx(plain[-1]["loss"], abs=1e-9)
     assert own[-1]["grad_norm"] == pytest.approx(plain[-1]["grad_norm"], rel=1e-6)
-
-
-def _steps(setup):
-    from groupwise.training.loop import training_steps
-
-    config = replace(recipe(), workload=setup.workload.config, steps=2)
-    return training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)

@@ -117,7 +117,7 @@ def test_faults_that_would_otherwise_crash_are_told(kind, name, says):
 
 def test_preflight_leaves_buffers_and_modes_as_they_were():
     setup = set_up(replace(recipe(), workload=BrokenConfig(kind=RunningNorm)))
-    preflight(setup.workload, state=setup.state, shape=setup.shape, config=setup.config, comm=setup.comm)
+    preflight(setup)
     assert setup.workload.policy.seen.item() == 0
     assert setup.workload.policy.training
     assert not setup.workload.policy.body.training

@@ -28,9 +28,9 @@ CONFIGS = [
 ]
 
 
-def defined_loss(rollouts, scored, comparison, loss):
+def defined_loss(batch, advantages, scores, loss):
     """The definitions, with Python's loops over rows and decisions and torch only for the graph."""
-    advantages, trained = comparison.advantages.values, comparison.advantages.trained
+    rollouts, rewards, trained = batch.rollouts, batch.rewards.total, advantages.trained
     rows = [row for row in range(len(rollouts)) if trained[row] and rollouts.mask[row].any()]
     places = {row: [d for d in range(rollouts.mask.shape[1]) if rollouts.mask[row, d]] for row in rows}
     decisions = sum(len(own) for own in places.values())
@@ -39,23 +39,23 @@ def defined_loss(rollouts, scored, comparison, loss):
         share = {"decisions": decisions, "rollouts": len(places[row]) * len(rows), "constant": loss.constant}[
             loss.denominator
         ]
-        changes = [scored.logp[row, d] - rollouts.logp[row, d] for d in places[row]]
+        changes = [scores.logp[row, d] - rollouts.logp[row, d] for d in places[row]]
         for d, change in zip(places[row], changes, strict=True):
-            a = advantages[row].item()
+            a = advantages.values[row].item()
             if loss.kind == "clipped":
                 ratio = torch.exp(sum(changes) / len(changes) if loss.ratio == "rollout" else change)
                 total = total - torch.minimum(ratio * a, ratio.clamp(1 - loss.clip_low, 1 + loss.clip_high) * a) / share
             elif loss.kind == "policy_gradient":
-                total = total - scored.logp[row, d] * a / share
-            gap = scored.reference_logp[row, d] - scored.logp[row, d]
-            total = total + loss.kl * (gap.exp() - gap - 1) / share - loss.entropy * scored.entropy[row, d] / share
+                total = total - scores.logp[row, d] * a / share
+            gap = scores.reference_logp[row, d] - scores.logp[row, d]
+            total = total + loss.kl * (gap.exp() - gap - 1) / share - loss.entropy * scores.entropy[row, d] / share
     if loss.kind == "ranking":
         pairs = [
             (i, j)
             for i, j in itertools.permutations(rows, 2)
-            if rollouts.group_ids[i] == rollouts.group_ids[j] and comparison.rewards[i] > comparison.rewards[j]
+            if rollouts.group_ids[i] == rollouts.group_ids[j] and rewards[i] > rewards[j]
         ]
-        logp = {row: sum(scored.logp[row, d] for d in places[row]) for row in rows}
+        logp = {row: sum(scores.logp[row, d] for d in places[row]) for row in rows}
         total = total + sum(torch.log(1 + torch.exp(logp[j] - logp[i])) for i, j in pairs) / len(pairs)
     return total
 
@@ -66,22 +66,21 @@ def test_the_third_update_has_the_gradient_of_the_definitions(loss):
         recipe(),
         loss=loss,
         workload=TinyConfig(missing_member=2, flat_below=8),
-        reward=RewardConfig(max_missing_share=0.5),
+        reward=RewardConfig(max_missing_fraction=0.5),
         advantage=AdvantageConfig(kind="centered"),
     )
     gradients = {}
     for updates in (2, 3):
         steady = replace(
-            config.optimizer, updates_per_rollout=updates, max_grad_norm=None, schedule="constant", learning_rate=0.1
+            config.optimizer, updates_per_step=updates, max_grad_norm=None, schedule="constant", learning_rate=0.1
         )
         limited = replace(config, optimizer=steady)
-        setup, rollouts, comparison = one_step(limited)
-        rollouts.mask[5] = False  # a rollout that decides nothing
-        update(setup.workload, rollouts, comparison, state=setup.state, config=limited, comm=setup.comm)
+        setup, batch, advantages = one_step(limited)
+        batch.rollouts.mask[5] = False  # a rollout without a decision
+        update(setup, batch, advantages)
         gradients[updates] = [parameter.grad.clone() for parameter in setup.workload.policy.parameters()]
         if updates == 2:  # the weights after two updates are those that the third one differentiates at
-            scored = setup.workload.score(rollouts)
-            total = defined_loss(rollouts, scored, comparison, loss)
+            total = defined_loss(batch, advantages, setup.workload.score(batch.rollouts), loss)
             expected = torch.autograd.grad(total, list(setup.workload.policy.parameters()))
     assert max(gradient.abs().max() for gradient in expected) > 1e-3
     assert not math.isnan(total.item())
@@ -90,9 +89,9 @@ def test_the_third_update_has_the_gradient_of_the_definitions(loss):
 
 def test_ranking_pays_no_forward_pass_for_groups_without_spread_on_later_updates_either():
     config = replace(recipe(), loss=LossConfig(kind="ranking"), workload=TinyConfig(flat_below=20))
-    setup, rollouts, comparison = one_step(config)
+    setup, batch, advantages = one_step(config)
     scored, score = [], setup.workload.score
     setup.workload.score = lambda part: scored.append(part.data["condition"]) or score(part)
-    update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
-    assert (rollouts.data["condition"] < 20).any()
+    update(setup, batch, advantages)
+    assert (batch.rollouts.data["condition"] < 20).any()
     assert not (torch.cat(scored) < 20).any()

@@ -11,11 +11,12 @@ from fakes import TinyConfig, recipe
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.training.checkpoint import read_meta, restore
+from groupwise.core.files import read_jsonl
+from groupwise.training.checkpoint import read_metadata, restore
 from groupwise.training.config import differing_fields, from_dict, memory_settings, to_dict
 from groupwise.training.evaluate import evaluate
 from groupwise.training.run import set_up
-from groupwise.training.run_folder import RunFolder, read_jsonl
+from groupwise.training.run_folder import RunFolder
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 
@@ -42,7 +43,7 @@ def files_of(folder, step):
 
 def test_a_run_leaves_its_folder_and_learns(tmp_path):
     summary = gw.train(config_in(tmp_path / "a", steps=80))
-    assert summary.last_reward > summary.first_reward + 0.1
+    assert summary.reward_last_tenth.mean > summary.reward_first_tenth.mean + 0.1
     assert summary.eval_after["right"] > summary.eval_before["right"] + 0.1
     metrics = read_jsonl(tmp_path / "a" / "metrics.jsonl")
     assert [entry["step"] for entry in metrics] == list(range(80))
@@ -52,7 +53,7 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path):
     assert samples[0]["rewards"] == {"share": samples[0]["reward"]}
     names = sorted(path.name for path in (tmp_path / "a" / "checkpoints").iterdir())
     assert names == ["step-000076", "step-000078", "step-000080"]
-    versions = read_meta(tmp_path / "a" / "checkpoints" / "step-000080")["versions"]
+    versions = read_metadata(tmp_path / "a" / "checkpoints" / "step-000080")["versions"]
     assert {"groupwise", "torch", "accelerate", "python"} == set(versions)
 
 
@@ -108,7 +109,7 @@ def test_a_folder_with_another_run_and_one_in_use_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"already holds a run \(6 steps\).*--resume"):
         gw.train(config_in(tmp_path / "a"))
     holder = RunFolder(tmp_path / "a")
-    holder.claim(resume=True)
+    holder.lock(resume=True)
     with pytest.raises(UserError, match="Another process is training"):
         gw.train(config_in(tmp_path / "a", run={"resume": True}))
     holder.release()
@@ -148,12 +149,12 @@ def test_a_failing_reward_stops_the_run_and_loses_nothing(tmp_path):
 
 def test_missing_rewards_are_counted_not_zero(tmp_path):
     config = config_in(
-        tmp_path / "a", workload=TinyConfig(missing_member=1), reward=gw.RewardConfig(max_missing_share=0.3)
+        tmp_path / "a", workload=TinyConfig(missing_member=1), reward=gw.RewardConfig(max_missing_fraction=0.3)
     )
     gw.train(config)
     for entry in steps_of(tmp_path / "a"):
         assert entry["missing_rewards"] == 8
-        assert entry["reward/share/missing_share"] == 0.25
+        assert entry["reward/share/missing_fraction"] == 0.25
         assert entry["trained_rollouts"] <= 24
     missing = [s for s in read_jsonl(tmp_path / "a" / "samples.jsonl") if s["member"] == 1]
     assert all(s["reward"] is None and s["advantage"] == 0 for s in missing)
@@ -178,11 +179,11 @@ def test_evaluation_uses_the_average_and_comes_when_asked(tmp_path):
     setup = set_up(config)
     restore(tmp_path / "a" / "checkpoints" / "step-000006", setup.state)
     own = setup.workload.evaluate()
-    with setup.state.ema.borrowed(setup.workload.policy):
+    with setup.state.ema.swapped_in(setup.workload.policy):
         average = setup.workload.evaluate()
     assert evaluation["after"] == average
     assert any(
-        (weight - setup.state.ema.average[name]).abs().max() > 1e-3
+        (weight - setup.state.ema.weights[name]).abs().max() > 1e-3
         for name, weight in setup.workload.policy.named_parameters()
     )
     assert set(own) == set(average)
@@ -250,7 +251,7 @@ def test_a_crash_in_users_code_saves_what_was_done_and_keeps_the_traceback(tmp_p
             return workload
 
     config = config_in(tmp_path / "a", workload=Crashes(), run={"checkpoint_every": 100})
-    config = replace(config, optimizer=replace(config.optimizer, updates_per_rollout=1))
+    config = replace(config, optimizer=replace(config.optimizer, updates_per_step=1))
     with pytest.raises(UserError, match=r"score\(\) of TinyWorkload raised KeyError: 'cond2' \(.*test_run.py:\d+\)"):
         gw.train(config)
     (checkpoint,) = (tmp_path / "a" / "checkpoints").glob("step-*")
@@ -287,7 +288,7 @@ class Measures(TinyConfig):
 
     def build(self, device):
         workload, found = super().build(device), self.found or json.dumps({"measured": time.perf_counter()})
-        workload.files = lambda: {"found.json": found.encode()}
+        workload.checkpoint_files = lambda: {"found.json": found.encode()}
         return workload
 
     def for_resume(self, checkpoint):

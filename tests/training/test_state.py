@@ -24,18 +24,18 @@ def test_the_average_by_hand():
     nn.init.constant_(policy.weight, 1.0)
     ema = Ema(0.75, {"weight": policy.weight.detach().clone()})
     nn.init.constant_(policy.weight, 5.0)
-    ema.follow(policy)
-    assert ema.average["weight"].item() == 2.0  # 0.75 x 1 + 0.25 x 5
+    ema.update(policy)
+    assert ema.weights["weight"].item() == 2.0  # 0.75 x 1 + 0.25 x 5
 
 
 def test_evaluation_borrows_the_average_and_leaves_the_policy_as_it_was():
     policy = nn.Linear(3, 2)
     state = create_state(policy, OptimizerConfig(ema_decay=0.5))
     kept = {name: weight.clone() for name, weight in trainable_weights(policy).items()}
-    average = {name: value.add_(1).clone() for name, value in state.ema.average.items()}
+    average = {name: value.add_(1).clone() for name, value in state.ema.weights.items()}
 
     def evaluation_that_writes_and_breaks():
-        with state.ema.borrowed(policy):
+        with state.ema.swapped_in(policy):
             for name, weight in trainable_weights(policy).items():
                 assert torch.equal(weight, average[name])
                 weight.data.mul_(3)
@@ -45,7 +45,7 @@ def test_evaluation_borrows_the_average_and_leaves_the_policy_as_it_was():
         evaluation_that_writes_and_breaks()
     for name, weight in trainable_weights(policy).items():
         assert torch.equal(weight, kept[name])
-        assert torch.equal(state.ema.average[name], average[name])
+        assert torch.equal(state.ema.weights[name], average[name])
 
 
 def test_a_frozen_policy_is_refused():

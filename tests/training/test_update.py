@@ -12,10 +12,10 @@ from groupwise.core.loss import pairwise_ranking
 from groupwise.core.placement import place
 from groupwise.core.reward import weigh
 from groupwise.dist.comm import connect
-from groupwise.training.loop import generate_rollouts, rank_slice
+from groupwise.training.rollout import Round, compute_rewards, generate_rollouts
 from groupwise.training.run import set_up
 from groupwise.training.state import trainable_weights
-from groupwise.training.update import Comparison, _all_finite, update
+from groupwise.training.update import _all_finite, update
 
 LOSSES = {
     "clipped": LossConfig(kl=0.1, entropy=0.02),
@@ -27,20 +27,19 @@ LOSSES = {
 
 
 def one_step(config, *, step=0):
-    """The set-up, this step's rollouts, and how they compare."""
+    """The setup, the round of this step, and its advantages."""
     setup = set_up(config)
-    placed = place(setup.shape, seed=config.seed, step=step)
-    rollouts = generate_rollouts(setup.workload, placed, setup.comm)
-    total = weigh(setup.workload.rewards(rollouts), config.reward).total
-    advantages = group_advantages(total, rollouts.group_ids, config.advantage)
-    comparison = Comparison(rollouts.group_ids, total, advantages, rank_slice(setup.comm, setup.shape))
-    return setup, rollouts, comparison
+    placement = place(setup.shape, seed=config.seed, step=step)
+    rollouts = generate_rollouts(setup, placement)
+    rewards = weigh(compute_rewards(setup, rollouts), config.reward)
+    advantages = group_advantages(rewards.total, rollouts.group_ids, config.advantage)
+    return setup, Round(placement, rollouts, rollouts.group_ids, rewards), advantages
 
 
 def gradient_of(config) -> torch.Tensor:
     """What one update with a learning rate of almost nothing leaves in the gradients, all in one vector."""
-    setup, rollouts, comparison = one_step(config)
-    update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
+    setup, batch, advantages = one_step(config)
+    update(setup, batch, advantages)
     return torch.cat([weight.grad.flatten() for weight in trainable_weights(setup.workload.policy).values()])
 
 
@@ -51,11 +50,11 @@ def changed(config, *, optimizer=None, **fields):
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("updates", [1, 3])
 def test_every_cut_gives_the_same_gradient(loss, updates):
-    config = changed(recipe(), loss=loss, optimizer={"updates_per_rollout": updates, "max_grad_norm": None})
+    config = changed(recipe(), loss=loss, optimizer={"updates_per_step": updates, "max_grad_norm": None})
     config = replace(
         config,
         workload=TinyConfig(missing_member=2, flat_below=10),
-        reward=replace(config.reward, max_missing_share=0.5),
+        reward=replace(config.reward, max_missing_fraction=0.5),
     )
     whole = gradient_of(replace(config, rows_per_pass=32))
     assert whole.abs().max() > 1e-3
@@ -67,14 +66,14 @@ def test_every_cut_gives_the_same_gradient(loss, updates):
 def test_the_entropy_bonus_falls_in_a_straight_line(step, weight):
     assert LossConfig(entropy=0.2, entropy_end=0.0).entropy_at(step / 8) == pytest.approx(weight)
     falling, steady = (
-        changed(recipe(), steps=8, loss=loss, optimizer={"max_grad_norm": None, "updates_per_rollout": 1})
+        changed(recipe(), steps=8, loss=loss, optimizer={"max_grad_norm": None, "updates_per_step": 1})
         for loss in (LossConfig(entropy=0.2, entropy_end=0.0), LossConfig(entropy=weight))
     )
     gradients = []
     for config in (falling, steady):
-        setup, rollouts, comparison = one_step(config)
+        setup, batch, advantages = one_step(config)
         setup.state.step = step
-        update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
+        update(setup, batch, advantages)
         gradients.append(torch.cat([each.grad.flatten() for each in trainable_weights(setup.workload.policy).values()]))
     assert_close(*gradients, rtol=0, atol=1e-12)
 
@@ -91,27 +90,26 @@ def test_groups_without_spread_change_nothing_but_are_counted(kind):
         recipe(),
         workload=TinyConfig(flat_below=20),
         advantage=AdvantageConfig(kind=kind),
-        optimizer={"max_grad_norm": None, "updates_per_rollout": 1},
+        optimizer={"max_grad_norm": None, "updates_per_step": 1},
     )
-    setup, rollouts, comparison = one_step(config)
-    flat = rollouts.data["condition"] < 20
+    setup, batch, advantages = one_step(config)
+    flat = batch.rollouts.data["condition"] < 20
     assert flat.any()
-    assert not comparison.advantages.trained[flat].any()
+    assert not advantages.trained[flat].any()
     scored = []
     score = setup.workload.score
     setup.workload.score = lambda part: scored.append(part.data["condition"]) or score(part)
-    update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
+    update(setup, batch, advantages)
     assert not (torch.cat(scored) < 20).any(), "a group without spread paid for a forward pass"
 
 
 def test_a_step_without_any_spread_moves_nothing_not_even_by_momentum():
     config = changed(recipe(), optimizer={"weight_decay": 0.1})
-    setup, rollouts, comparison = one_step(config)
-    update(setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm)
+    setup, batch, advantages = one_step(config)
+    update(setup, batch, advantages)
     before = {name: weight.clone() for name, weight in trainable_weights(setup.workload.policy).items()}
-    flat = group_advantages(torch.ones_like(comparison.rewards), comparison.group_ids)
-    nothing = Comparison(comparison.group_ids, torch.ones_like(comparison.rewards), flat, comparison.mine)
-    metrics = update(setup.workload, rollouts, nothing, state=setup.state, config=config, comm=setup.comm)
+    flat = replace(batch.rewards, total=torch.ones_like(batch.rewards.total))
+    metrics = update(setup, replace(batch, rewards=flat), group_advantages(flat.total, batch.group_ids))
     assert metrics == {"trained_rollouts": 0.0}
     for name, weight in trainable_weights(setup.workload.policy).items():
         assert torch.equal(weight, before[name])
@@ -120,28 +118,27 @@ def test_a_step_without_any_spread_moves_nothing_not_even_by_momentum():
 def test_the_first_ratio_is_one_and_later_ones_are_not():
     metrics = {}
     for updates in (1, 2):
-        config = changed(recipe(), optimizer={"updates_per_rollout": updates})
-        setup, rollouts, comparison = one_step(config)
-        metrics[updates] = update(
-            setup.workload, rollouts, comparison, state=setup.state, config=config, comm=setup.comm
-        )
+        config = changed(recipe(), optimizer={"updates_per_step": updates})
+        setup, batch, advantages = one_step(config)
+        metrics[updates] = update(setup, batch, advantages)
     assert metrics[1]["ratio_max"] == metrics[1]["ratio_min"] == 1
     assert metrics[2]["ratio_max"] > 1.01
 
 
 def test_ranking_has_the_gradient_of_the_loss_over_all_siblings_at_once():
     config = changed(
-        recipe(), loss=LossConfig(kind="ranking"), optimizer={"updates_per_rollout": 1, "max_grad_norm": None}
+        recipe(), loss=LossConfig(kind="ranking"), optimizer={"updates_per_step": 1, "max_grad_norm": None}
     )
-    setup, rollouts, comparison = one_step(config)
+    setup, batch, _ = one_step(config)
+    rollouts, rewards = batch.rollouts, batch.rewards.total
     logp = setup.workload.score(rollouts).logp
     rows = torch.where(rollouts.mask, logp, torch.zeros_like(logp)).sum(1)
     pairs = sum(
-        int(comparison.rewards[i] > comparison.rewards[j]) * int(rollouts.group_ids[i] == rollouts.group_ids[j])
+        int(rewards[i] > rewards[j]) * int(rollouts.group_ids[i] == rollouts.group_ids[j])
         for i in range(32)
         for j in range(32)
     )
-    loss = pairwise_ranking(rows, comparison.rewards, rollouts.group_ids, denominator=float(pairs))
+    loss = pairwise_ranking(rows, rewards, rollouts.group_ids, denominator=float(pairs))
     expected = torch.autograd.grad(loss, list(setup.workload.policy.parameters()))
     found = gradient_of(config)
     assert_close(found, torch.cat([gradient.flatten() for gradient in expected]), rtol=0, atol=1e-12)

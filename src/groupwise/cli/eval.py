@@ -52,7 +52,7 @@ def _show(found: Evaluation, folder: RunFolder) -> None:
         print(f"  {name:<32} {value:.4f}")
     for table in found.report.tables if found.report else ():
         _draw(table)
-    for path in found.pictures:
+    for path in found.images:
         print(f"Picture: {path}")
 
 

@@ -12,7 +12,7 @@ from groupwise.cli.arguments import print_json, quiet_stdout, read_config
 from groupwise.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from groupwise.training.run import RunSummary
+    from groupwise.training.run import MeanAndStd, RunSummary
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -46,7 +46,11 @@ def _show(summary: RunSummary) -> None:
     table.add_column("measured")
     table.add_column("before", justify="right")
     table.add_column("after", justify="right")
-    table.add_row("reward (first and last step)", _figure(summary.first_reward), _figure(summary.last_reward))
+    table.add_row(
+        "reward, mean ± std of the first tenth -> last tenth of steps",
+        _mean_and_std(summary.reward_first_tenth),
+        _mean_and_std(summary.reward_last_tenth),
+    )
     for name, after in summary.eval_after.items():
         table.add_row(name, _figure(summary.eval_before.get(name)), _figure(after))
     console = Console(file=sys.stdout)
@@ -62,6 +66,10 @@ def sparkline(values: Sequence[float], width: int = 48) -> str:
     low, high = min(means, default=0.0), max(means, default=0.0)
     blocks = "".join(_BLOCKS[round((value - low) / (high - low or 1) * (len(_BLOCKS) - 1))] for value in means)
     return f"{low:.3f} {blocks} {high:.3f}"
+
+
+def _mean_and_std(reward: MeanAndStd | None) -> str:
+    return "-" if reward is None else f"{reward.mean:.4f} ± {reward.std:.4f}"
 
 
 def _figure(value: float | None) -> str:

@@ -1,4 +1,7 @@
-"""Group-relative advantages. Missing rewards (NaN) take no part; groups without spread move nothing."""
+"""Group-relative advantages, per rollout or per decision.
+
+Missing rewards (NaN) are left out of their group's statistics; groups without spread contribute no gradient.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +20,16 @@ def compute_advantages(
 ) -> Advantages:
     """Advantages of rollouts, or of each decision where decisions have rewards of their own.
 
-    Decision d is compared with its siblings' decision d, by total + its own reward; one without spread or without a
-    reward is left out, a rollout only with all of its decisions.
+    Decision d is compared with decision d of the group's other members, by total + its own reward. A decision without
+    spread or reward is not trained; a rollout is not trained where none of its decisions is.
     """
     if rewards.per_decision is None:
         return group_advantages(rewards.total, group_ids, config)
-    columns = [group_advantages(rewards.total + own, group_ids, config) for own in rewards.per_decision.unbind(1)]
-    trained = torch.stack([each.trained for each in columns], dim=1)
+    columns = [group_advantages(rewards.total + column, group_ids, config) for column in rewards.per_decision.unbind(1)]
+    trained = torch.stack([column.trained for column in columns], dim=1)
     has_spread = Groups.of(group_ids).to_table(trained.any(1).double(), fill=0.0).any(1)
     return Advantages(
-        values=torch.stack([each.values for each in columns], dim=1),
+        values=torch.stack([column.values for column in columns], dim=1),
         trained=trained.any(1),
         groups=columns[0].groups,
         zero_spread_groups=int((~has_spread).sum()),
@@ -39,7 +42,7 @@ def group_advantages(
     group_ids: Int64[Tensor, " rollouts"],
     config: AdvantageConfig | None = None,
 ) -> Advantages:
-    """Compare every rollout with its siblings. Standard deviations are those of the population (divided by n).
+    """Compare every rollout with the members of its group. Standard deviations are of the population (divided by n).
 
     group_std      (r - mean) / (std of the group + eps)   Shao et al., DeepSeekMath, arXiv 2402.03300
     batch_std      (r - mean) / (std of the step + eps)    Liu et al., Lite PPO, arXiv 2508.08221
@@ -67,7 +70,7 @@ def group_advantages(
 
 
 def _has_spread(table: Tensor) -> Tensor:
-    """Whether a group's rewards differ: by exact equality, because a small std may be all there is to learn from."""
+    """Whether a group's rewards differ, by exact comparison: even a small std is worth learning from."""
     low = table.masked_fill(table.isnan(), torch.inf).amin(1, keepdim=True)
     high = table.masked_fill(table.isnan(), -torch.inf).amax(1, keepdim=True)
     return low < high

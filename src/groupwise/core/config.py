@@ -1,4 +1,4 @@
-"""How rewards become a gradient: the choices, without the torch that carries them out."""
+"""RewardConfig, AdvantageConfig, LossConfig. No torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from groupwise.core.errors import require, require_types
 class RewardConfig:
     weights: Mapping[str, float] = field(default_factory=dict)
     """Weight of each named reward term; a term that is not named here weighs 1."""
-    max_missing_share: float = 0.2
-    """A failed reward is missing, not zero. The run stops when more than this share of a step's
-    rollouts miss theirs."""
+    max_missing_fraction: float = 0.2
+    """Share of a step's rollouts whose reward may be missing; above it the run stops. A failed reward is missing, not
+    zero."""
 
     def __post_init__(self) -> None:
         require_types(self, "reward.")
-        require(0 <= self.max_missing_share <= 1, "reward.max_missing_share", self.max_missing_share, "from 0 to 1")
+        fraction = self.max_missing_fraction
+        require(0 <= fraction <= 1, "reward.max_missing_fraction", fraction, "from 0 to 1")
         for name, weight in self.weights.items():
             require(math.isfinite(weight), f"reward.weights.{name}", weight, "a finite number")
 
@@ -28,10 +29,10 @@ class RewardConfig:
 @dataclass(frozen=True)
 class AdvantageConfig:
     kind: Literal["group_std", "batch_std", "centered", "leave_one_out"] = "group_std"
-    """How far a rollout beats its siblings: (r - mean) / std of its group; the same with the std of the whole step;
-    r - mean; or r - mean of the other members."""
+    """Advantage of a rollout: (r - mean) / std of its group; the same with the std of the whole step; r - mean; or r -
+    mean of the other members."""
     eps: float = 1e-6
-    """Added to the std. Groups without spread are told by equality of rewards, so it need not guard against them."""
+    """Added to the std. Groups without spread are recognized by equal rewards, so it may be 0."""
     clip: float | None = None
     """Largest absolute advantage (flow models use 5); None for no limit."""
 
@@ -45,24 +46,24 @@ class AdvantageConfig:
 class LossConfig:
     kind: Literal["clipped", "policy_gradient", "ranking"] = "clipped"
     """Clipped ratio (PPO, GRPO); -advantage x log-probability; or -log sigmoid(logp_i - logp_j) over the pairs of a
-    group in which i earned more than j."""
+    group in which i has the higher reward."""
     ratio: Literal["decision", "rollout"] = "decision"
     """One probability ratio per decision (GRPO), or their geometric mean per rollout (GSPO)."""
     clip_low: float = 0.2
-    """The ratio counts down to 1 - clip_low."""
+    """The ratio is clipped below 1 - clip_low."""
     clip_high: float = 0.2
-    """The ratio counts up to 1 + clip_high."""
+    """The ratio is clipped above 1 + clip_high."""
     denominator: Literal["decisions", "rollouts", "constant"] = "decisions"
     """Mean over all decisions of the step (DAPO); over each rollout, then over rollouts (GRPO); or the sum divided by
     `constant` (Dr. GRPO)."""
     constant: float | None = None
-    """What the sum is divided by with denominator 'constant': rollouts per step x longest rollout allowed, usually."""
+    """Divisor with denominator 'constant': usually rollouts per step x longest rollout allowed."""
     kl: float = 0.0
     """Weight of the KL divergence from the reference policy (k3 estimator); 0 switches it off."""
     entropy: float = 0.0
-    """Weight of the entropy bonus; 0 switches it off. As everything else it leaves groups without spread alone."""
+    """Weight of the entropy bonus; 0 switches it off. It applies to the trained rows only."""
     entropy_end: float | None = None
-    """What that weight falls to, in a straight line over the run: look around first, then settle. None keeps it."""
+    """Weight of the entropy bonus at the end of the run, reached linearly. None keeps it constant."""
 
     def __post_init__(self) -> None:
         require_types(self, "loss.")
@@ -77,6 +78,6 @@ class LossConfig:
         require(falls, "loss.entropy_end", self.entropy_end, "from 0 to loss.entropy, or None")
 
     def entropy_at(self, progress: float) -> float:
-        """The weight of the entropy bonus when this share of the steps is done: a pure function, as the rate is."""
+        """The weight of the entropy bonus after this share of the steps."""
         end = self.entropy if self.entropy_end is None else self.entropy_end
         return self.entropy + (end - self.entropy) * min(1.0, progress)

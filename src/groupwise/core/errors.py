@@ -1,11 +1,11 @@
-"""The one exception that means "the user can fix this": shown as a paragraph, never as a traceback."""
+"""UserError, which the command line shows as a paragraph without a traceback; OutOfMemoryError; checks of settings."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-_NUMBERS = {
+_CHECKED_TYPES = {
     "int": (int,),
     "float": (int, float),
     "float | None": (int, float, type(None)),
@@ -14,7 +14,7 @@ _NUMBERS = {
 }
 
 _OOM_MESSAGES = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "alloc_failed")
-"""Words of a failed allocation, as torch, its libraries and the system put it."""
+"""Parts of the messages of failed allocations in torch, its libraries and the operating system."""
 
 
 class UserError(ValueError):
@@ -22,17 +22,17 @@ class UserError(ValueError):
 
 
 class OutOfMemoryError(UserError):
-    """Some rank ran out of memory; raised on all of them, so that they can agree on smaller pieces."""
+    """A rank ran out of memory. Raised on all ranks, so that all of them retry with smaller batches."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, says that memory ran out: on an accelerator, on the CPU, or in Python."""
+    """Whether an error or one of its causes means that memory ran out: on an accelerator, on the CPU or in Python."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
-        named = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
+        by_type = any(kind.__name__ in ("OutOfMemoryError", "MemoryError") for kind in type(error).__mro__)
         text = str(error).lower()
-        if named or (isinstance(error, RuntimeError | OSError) and any(words in text for words in _OOM_MESSAGES)):
+        if by_type or (isinstance(error, RuntimeError | OSError) and any(part in text for part in _OOM_MESSAGES)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -45,9 +45,9 @@ def require(holds: bool, name: str, value: object, rule: str) -> None:
 
 
 def require_types(config: Any, prefix: str = "") -> None:
-    """Refuse a setting of a config that is not of the type it is declared with (numbers, texts and flags)."""
+    """Refuse a setting whose value does not have the declared type (numbers, strings and booleans)."""
     for field in dataclasses.fields(config):
-        allowed, value = _NUMBERS.get(str(field.type)), getattr(config, field.name)
+        allowed, value = _CHECKED_TYPES.get(str(field.type)), getattr(config, field.name)
         wrong_flag = isinstance(value, bool) and field.type != "bool"
         if allowed and (wrong_flag or not isinstance(value, allowed)):
             raise UserError(f"{prefix}{field.name} is {value!r}: it must be of type {field.type}.")

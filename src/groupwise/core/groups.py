@@ -1,5 +1,6 @@
-"""Rows of any order as a table with one row a group. Siblings are found by id, never by position.
-A group is its id: made from the condition's content, carried with the data, never worked out from position.
+"""Groups: ids made from a condition's content, the check that groups are whole, and rows <-> [groups, members] tables.
+
+Members of a group are found by its id, which travels with the data, never by their position.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from groupwise.core.errors import UserError
 
 @dataclass(frozen=True)
 class Groups:
-    """Where each row stands in a [groups, members] table."""
+    """The place of each row in a [groups, members] table."""
 
     group_index: Int64[Tensor, " rows"]
     member_index: Int64[Tensor, " rows"]
@@ -35,20 +36,20 @@ class Groups:
         return Groups(group_index, member_index, len(sizes), int(sizes.max()) if len(sizes) else 0)
 
     def to_table(self, values: Float[Tensor, " rows"], *, fill: float = torch.nan) -> Float[Tensor, "groups members"]:
-        """The values by group; `fill` where a group has fewer members than the widest."""
+        """The values by group; `fill` where a group has fewer members than the largest."""
         empty = torch.full((self.num_groups, self.max_members), fill, dtype=values.dtype, device=values.device)
         return empty.index_put((self.group_index, self.member_index), values)
 
     def to_rows(self, table: Shaped[Tensor, "groups members"]) -> Shaped[Tensor, " rows"]:
-        """Back to one value a row, in the rows' own order."""
+        """One value per row again, in the order of the rows."""
         return table[self.group_index, self.member_index]
 
 
 def group_id(condition: int, *content: object) -> int:
     """An int64 made from everything the condition consists of (strings, bytes, numbers, tensors, None), and its index.
 
-    The index keeps two equal dataset rows apart. The content gives away a condition that was redrawn for one of its
-    members: that member's id differs, and `check_groups` says so.
+    The index separates two equal dataset rows. The content reveals a condition that was drawn again for one of its
+    members: that member's id differs, and `check_groups` raises.
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in (condition, *content):
@@ -57,16 +58,16 @@ def group_id(condition: int, *content: object) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def check_groups(placed: Int64[Tensor, " rollouts"], group_ids: Int64[Tensor, " rollouts"]) -> None:
-    """Refuse rollouts whose content ids do not make the very groups that were placed."""
-    pairs = torch.unique(torch.stack([placed, group_ids], dim=1), dim=0)
+def check_groups(placed_groups: Int64[Tensor, " rollouts"], group_ids: Int64[Tensor, " rollouts"]) -> None:
+    """Refuse rollouts whose group ids do not form the groups that were placed."""
+    pairs = torch.unique(torch.stack([placed_groups, group_ids], dim=1), dim=0)
     groups, ids_per_group = torch.unique(pairs[:, 0], return_counts=True)
     if (ids_per_group > 1).any():
         broken = int(groups[ids_per_group > 1][0])
         raise UserError(
             f"The members of group {broken} do not share one condition: they carry {int(ids_per_group.max())} different"
-            " ids. Build the whole condition from its dataset index alone, draw nothing anew per member, and pass all"
-            " of its content to group_id()."
+            " ids. Build the whole condition from its dataset index alone, draw nothing per member, and pass all of its"
+            " content to group_id()."
         )
     ids, groups_per_id = torch.unique(pairs[:, 1], return_counts=True)
     if (groups_per_id > 1).any():

@@ -1,7 +1,7 @@
-"""Losses: pure, and every denominator is passed in, so that cutting a step into passes cannot change its gradient.
+"""Losses as pure functions with explicit denominators.
 
-All of them return a sum over the given rows that is already divided; the passes of a step, on all ranks, add up to the
-loss of the step.
+Each returns a sum over the given rows that is already divided, so the losses of all passes on all ranks add up to the
+loss of the step, and the number of passes cannot change its gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PerDecision = Float[Tensor, "rows decisions"]
 Mask = Bool[Tensor, "rows decisions"]
 PerRow = Float[Tensor, " rows"]
 AdvantageLike = PerRow | PerDecision
-"""How hard each row is pushed, or each of its decisions."""
+"""The weight of each row's log-probability in the loss, or of each of its decisions."""
 Denominator = float | PerRow
 
 
@@ -55,16 +55,16 @@ def clipped_surrogate(
 
 
 def importance_ratio(logp: PerDecision, old_logp: PerDecision, mask: Mask, *, per_rollout: bool = False) -> PerDecision:
-    """How much likelier each decision (or rollout) has become; 1 where masked."""
+    """Probability now / probability when sampled, of each decision (or rollout); 1 where masked."""
     change = torch.where(mask, logp - old_logp, torch.zeros_like(logp))
     if per_rollout:
         change = (change.sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)).expand_as(logp)
     return change.exp()
 
 
-def per_decision(strengths: AdvantageLike) -> Tensor:
-    """Of a shape that meets [rows, decisions]."""
-    return strengths if strengths.ndim == 2 else strengths[:, None]
+def per_decision(advantages: AdvantageLike) -> Tensor:
+    """In a shape that broadcasts to [rows, decisions]."""
+    return advantages if advantages.ndim == 2 else advantages[:, None]
 
 
 def policy_gradient(
@@ -77,7 +77,7 @@ def policy_gradient(
 def pairwise_ranking(
     logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows"], *, denominator: float
 ) -> Float[Tensor, ""]:
-    """-log sigmoid(logp_i - logp_j), summed over the ordered pairs of each group in which i earned more than j."""
+    """-log sigmoid(logp_i - logp_j), summed over the pairs of each group in which i has the higher reward."""
     groups = Groups.of(group_ids)
     table = groups.to_table(logp, fill=0.0)
     losses = -logsigmoid(table[:, :, None] - table[:, None, :])
@@ -85,11 +85,11 @@ def pairwise_ranking(
     return torch.where(better, losses, torch.zeros_like(losses)).sum() / denominator
 
 
-def ranking_pulls(logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows"]) -> PerRow:
+def pairwise_weights(logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows"]) -> PerRow:
     """Minus the gradient of the summed `pairwise_ranking` with respect to each row's logp.
 
-    It needs the siblings' values, not their graphs: with these as advantages, `policy_gradient` has the gradient of the
-    ranking loss, though a row's siblings may stand in another pass or on another rank.
+    With these weights as advantages, `policy_gradient` has the gradient of the ranking loss. They need the values, not
+    the graphs, of the group's other rows, which may be in another pass or on another rank.
     """
     groups = Groups.of(group_ids)
     table = groups.to_table(logp.detach(), fill=0.0)
@@ -99,7 +99,7 @@ def ranking_pulls(logp: PerRow, rewards: PerRow, group_ids: Int64[Tensor, " rows
 
 
 def count_pairs(rewards: PerRow, group_ids: Int64[Tensor, " rows"]) -> int:
-    """Ordered pairs in which one sibling earned more than the other; ties and missing rewards make none."""
+    """Pairs of each group with different rewards; ties and missing rewards make none."""
     return int(_better(Groups.of(group_ids).to_table(rewards)).sum())
 
 
@@ -107,18 +107,18 @@ def kl_to_reference(
     logp: PerDecision, reference_logp: PerDecision, mask: Mask, *, denominator: Denominator
 ) -> Float[Tensor, ""]:
     """exp(ref - logp) - (ref - logp) - 1: the k3 estimator (Schulman, "Approximating KL divergence", 2020)."""
-    gap = torch.where(mask, reference_logp.detach() - logp, torch.zeros_like(logp))
-    return masked_sum(gap.exp() - gap - 1, mask, denominator)
+    log_ratio = torch.where(mask, reference_logp.detach() - logp, torch.zeros_like(logp))
+    return masked_sum(log_ratio.exp() - log_ratio - 1, mask, denominator)
 
 
 def masked_sum(values: PerDecision, mask: Mask, denominator: Denominator) -> Float[Tensor, ""]:
-    """Sum over the decisions that count, each row divided by its denominator. What a mask hides may be NaN."""
-    kept = torch.where(mask, values, torch.zeros_like(values)).sum(1)
+    """Sum over unmasked decisions, each row divided by its denominator. Masked values may be NaN."""
+    row_sums = torch.where(mask, values, torch.zeros_like(values)).sum(1)
     if isinstance(denominator, Tensor):
-        denominator = denominator.to(kept)
-    return (kept / denominator).sum()
+        denominator = denominator.to(row_sums)
+    return (row_sums / denominator).sum()
 
 
 def _better(rewards: Float[Tensor, "groups members"]) -> Bool[Tensor, "groups members members"]:
-    """Whether i earned more than j; a comparison with a missing reward (NaN) is false."""
+    """Whether i has a higher reward than j; a comparison with a missing reward (NaN) is false."""
     return rewards[:, :, None] > rewards[:, None, :]

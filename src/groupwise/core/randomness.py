@@ -1,8 +1,7 @@
-"""Random numbers without a generator: each is a function of its key.
+"""Random numbers without a generator: each is a function of (seed, step, group, member, decision, element).
 
-A number belongs to (seed, step, group, member, decision, element). Nothing is drawn "next", so where a rollout runs,
-beside whom and in which order cannot change it. All of it is computed on the CPU in 64 bits: integers are exact there,
-and no two kinds of device agree on the last bit of a logarithm.
+So a rollout's numbers do not depend on its rank, its batch or the order of execution. They are computed on the CPU in
+64 bits, because devices differ in the last bit of a logarithm.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ def random_bits(*keys: RandomKey) -> Int64[Tensor, "*batch"]:
     """64 random bits for every combination of the (broadcast) keys; the order of the keys matters."""
     state: RandomKey = 0
     for position, key in enumerate(keys, start=1):
-        own = key.to(device="cpu", dtype=torch.int64) if isinstance(key, Tensor) else key
-        state = _mix(_wrap(state * _GOLDEN) + _mix(_wrap(own + _signed(position * _GOLDEN))))
+        value = key.to(device="cpu", dtype=torch.int64) if isinstance(key, Tensor) else key
+        state = _mix(_wrap(state * _GOLDEN) + _mix(_wrap(value + _signed(position * _GOLDEN))))
     return state if isinstance(state, Tensor) else torch.tensor(state)
 
 
@@ -59,19 +58,19 @@ def to_normal(bits: Int64[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
 
 
 def _mix(x: RandomKey) -> RandomKey:
-    """SplitMix64's finaliser, on integers or on whole tensors of them."""
+    """SplitMix64's finalizer, on an integer or a tensor of them."""
     x = _wrap((x ^ _shift_right(x, 30)) * _MIX_1)
     x = _wrap((x ^ _shift_right(x, 27)) * _MIX_2)
     return _wrap(x ^ _shift_right(x, 31))
 
 
 def _shift_right(x: RandomKey, bits: int) -> RandomKey:
-    """Logical shift: the plain one fills with the sign."""
+    """Logical shift: Python's and torch's fill with the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _wrap(x: RandomKey) -> RandomKey:
-    """Tensors overflow by themselves; Python's integers have to be told."""
+    """Overflow to 64 bits: tensors do so anyway, Python's integers do not."""
     return x if isinstance(x, Tensor) else _signed(x)
 
 

@@ -1,4 +1,4 @@
-"""Weigh named reward terms. A failed term is missing (NaN), never zero."""
+"""Weighted sum of named reward terms, and statistics per term. A failed term is missing (NaN), never zero."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from groupwise.core.types import RewardTerms
 
 @dataclass(frozen=True)
 class Rewards:
-    """What each rollout earned, and how it came about."""
+    """The reward of each rollout, and the terms it is made of."""
 
     total: Float[Tensor, " rollouts"]
-    """NaN where a term that carries weight is missing: a sum without it could not be compared with its siblings'."""
+    """NaN where a term with weight is missing: a sum without it could not be compared within the group."""
     terms: RewardTerms
     missing: int
     per_decision: Float[Tensor, "rollouts decisions"] | None = None
-    """What each decision earned on top of its rollout's total; None where decisions have no rewards of their own."""
+    """The reward of each decision on top of its rollout's total; None where decisions have no rewards of their own."""
 
 
 def weigh(terms: RewardTerms, config: RewardConfig) -> Rewards:
-    """The weighted sum of a step's terms; refused when too many rollouts have none."""
+    """The weighted sum of a step's terms; an error where too many rollouts have none."""
     _check_names(terms, config)
     rows = len(next(iter(terms.per_rollout.values())))
     total = torch.zeros(rows, dtype=torch.float64)
@@ -36,39 +36,37 @@ def weigh(terms: RewardTerms, config: RewardConfig) -> Rewards:
             total = total + weight * values.cpu().double()
     total = total.masked_fill(~total.isfinite(), torch.nan)
     per_decision = _weigh_decisions(terms, config)
-    without = total.isnan() if per_decision is None else total.isnan() | per_decision.isnan().all(1)
-    missing = int(without.sum())
-    if missing > config.max_missing_share * rows:
+    is_missing = total.isnan() if per_decision is None else total.isnan() | per_decision.isnan().all(1)
+    missing = int(is_missing.sum())
+    if missing > config.max_missing_fraction * rows:
         raise UserError(_too_many_missing(terms, missing, rows, config))
     return Rewards(total, terms, missing, per_decision)
 
 
 def _weigh_decisions(terms: RewardTerms, config: RewardConfig) -> Float[Tensor, "rollouts decisions"] | None:
     weights = {name: config.weights.get(name, 1.0) for name in terms.per_decision}
-    counted = [weight * terms.per_decision[name].cpu().double() for name, weight in weights.items() if weight]
-    if not counted:
+    weighted = [weight * terms.per_decision[name].cpu().double() for name, weight in weights.items() if weight]
+    if not weighted:
         return None
-    total = torch.stack(counted).sum(0)
+    total = torch.stack(weighted).sum(0)
     return total.masked_fill(~total.isfinite(), torch.nan)
 
 
 def term_statistics(terms: RewardTerms) -> dict[str, float]:
-    """Mean, std and missing share of each term, over the rows that have it."""
+    """Mean and std of each term over the rows that have it, and the share of rows that do not."""
     statistics = {}
-    for name, values in {
-        **terms.per_rollout,
-        **{name: each.flatten() for name, each in terms.per_decision.items()},
-    }.items():
+    per_decision = {name: table.flatten() for name, table in terms.per_decision.items()}
+    for name, values in {**terms.per_rollout, **per_decision}.items():
         present = values[~values.isnan()].double()
         statistics[f"reward/{name}"] = present.mean().item() if len(present) else float("nan")
         statistics[f"reward/{name}/std"] = present.std(correction=0).item() if len(present) else float("nan")
-        statistics[f"reward/{name}/missing_share"] = 1 - len(present) / max(len(values), 1)
+        statistics[f"reward/{name}/missing_fraction"] = 1 - len(present) / max(len(values), 1)
     return statistics
 
 
 def _check_names(terms: RewardTerms, config: RewardConfig) -> None:
     if not terms.per_rollout:
-        raise UserError("The workload gives no reward term: rewards() must return at least one named term.")
+        raise UserError("The workload has no reward term: rewards() must return at least one named term.")
     both = sorted(set(terms.per_rollout) & set(terms.per_decision))
     if both:
         raise UserError(f"'{both[0]}' names a reward of rollouts and one of decisions: give them different names.")
@@ -81,9 +79,10 @@ def _check_names(terms: RewardTerms, config: RewardConfig) -> None:
 
 
 def _too_many_missing(terms: RewardTerms, missing: int, rows: int, config: RewardConfig) -> str:
-    why = "; ".join(f"{name}: {reason}" for name, reason in terms.failures.items())
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in terms.failures.items())
+    allowed = config.max_missing_fraction
     return (
-        f"{missing} of {rows} rollouts of this step have no reward, more than reward.max_missing_share"
-        f" {config.max_missing_share:g} allows{f' ({why})' if why else ''}. A missing reward is never counted as zero."
-        " Mend the reward function, or raise reward.max_missing_share if so many failures are expected."
+        f"{missing} of {rows} rollouts of this step have no reward, more than reward.max_missing_fraction {allowed:g}"
+        f" allows{f' ({reasons})' if reasons else ''}. A missing reward is never counted as zero. Fix the reward"
+        " function, or raise reward.max_missing_fraction if so many failures are expected."
     )

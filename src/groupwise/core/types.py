@@ -1,4 +1,20 @@
-"""What is handed from stage to stage. Rows come first on every axis; nothing here is changed once made."""
+"""The records that go from stage to stage: Rollouts, Scores, RewardTerms, Advantages. Rows are always the first axis.
+
+The words of this project:
+
+condition           what a rollout starts from: a prompt, a camera path, an image with a question and a budget
+group               the group_size rollouts of one condition; they are compared only with each other
+member              one rollout of a group, by its number from 0
+rollout             one sequence of decisions with its reward; one row of a batch
+decision            one sampled choice with a log-probability: a token, a denoising step, a knob of inference
+pass                rows that go through the model together, at most rows_per_pass
+round               rollouts and rewards of conditions_per_step conditions; with refill a step may have several
+spread              a group has spread when its rewards differ; without it it contributes no gradient
+tier                how finely an image is cut into crops (controller)
+insertion position  the number of blocks that run before the controller makes its second choice
+latency token       a token after the prompt; the controller reads its hidden state at the insertion position
+window              the denoising steps that are sampled with noise and trained (flow)
+"""
 
 from __future__ import annotations
 
@@ -13,14 +29,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Decisions that were taken, with the log-probability each had under the policy that took it."""
+    """Sampled decisions, with the log-probability of each under the policy that sampled it."""
 
     group_ids: Int64[Tensor, " rows"]
     logp: Float[Tensor, "rows decisions"]
     mask: Bool[Tensor, "rows decisions"]
     """False where a row has no decision (padding), or one that is not trained."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the workload needs to score and judge its rows again: tensors or sequences, one entry a row."""
+    """What the workload needs to score its rows and compute their rewards: tensors or sequences, one entry a row."""
 
     def __len__(self) -> int:
         return len(self.group_ids)
@@ -37,14 +53,14 @@ class Rollouts:
 
 @dataclass(frozen=True)
 class Scores:
-    """Log-probabilities of decisions already taken, under the present policy, with gradient."""
+    """Log-probabilities of sampled decisions under the current policy, with gradient."""
 
     logp: Float[Tensor, "rows decisions"]
     entropy: Float[Tensor, "rows decisions"] | None = None
     reference_logp: Float[Tensor, "rows decisions"] | None = None
     """Under the reference policy, without gradient; needed when the KL weight is above 0, unless `kl` is given."""
     kl: Float[Tensor, "rows decisions"] | None = None
-    """The divergence from the reference policy itself, with gradient, where it is known in closed form."""
+    """KL divergence from the reference policy in closed form, with gradient, where it is known."""
 
 
 @dataclass(frozen=True)
@@ -53,23 +69,23 @@ class RewardTerms:
 
     per_rollout: Mapping[str, Float[Tensor, " rows"]]
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Why a term is missing, for the terms that failed."""
+    """Why a term is missing, by its name."""
     per_decision: Mapping[str, Float[Tensor, "rows decisions"]] = field(default_factory=dict)
     """Named rewards of single decisions, on top of the row's; NaN where one is missing."""
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """How much better each rollout of the step did than its siblings."""
+    """How much better each rollout of the step is than the other members of its group."""
 
     values: Float[Tensor, " rollouts"] | Float[Tensor, "rollouts decisions"]
-    """One number a rollout; one a decision where decisions have rewards of their own."""
+    """One number a rollout, or one a decision where decisions have rewards of their own."""
     trained: Bool[Tensor, " rollouts"]
-    """False for a missing reward and for a group without spread: such rows leave the loss and its denominator."""
+    """False for a missing reward and for a group without spread: such rows are in no loss and no denominator."""
     groups: int
     zero_spread_groups: int
     trained_mask: Bool[Tensor, "rollouts decisions"] | None = None
-    """The same of single decisions, where they have rewards of their own."""
+    """The same for each decision, where decisions have rewards of their own."""
 
 
 def _select(column: Any, rows: Tensor) -> Any:
@@ -80,7 +96,7 @@ def _select(column: Any, rows: Tensor) -> Any:
 
 
 def concatenate_rollouts(parts: Sequence[Rollouts]) -> Rollouts:
-    """Passes put together again; shorter rows are padded on the right and masked."""
+    """Several batches as one; shorter rows are padded on the right and masked."""
     width = max(part.logp.shape[1] for part in parts)
     names = parts[0].data
     return Rollouts(

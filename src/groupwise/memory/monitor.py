@@ -1,4 +1,4 @@
-"""A run's memory as it is, beside what was planned; and a word when the device is too full, or mostly empty."""
+"""Measured memory of a run beside the planned one; one warning when utilization is too high or too low."""
 
 from __future__ import annotations
 
@@ -10,53 +10,53 @@ from groupwise.core.units import format_bytes
 from groupwise.memory.measure import MemoryUsage
 from groupwise.memory.plan import MemoryModel, MemoryPlan, make_plan
 from groupwise.memory.stages import StepSpec
-from groupwise.workloads.base import WorkloadConfig
 
 FULL, EMPTY = 0.9, 0.4
 _MIN_STEPS = 3
-"""Steps after which a device that stays mostly empty is worth a word."""
+"""Steps before low utilization is worth a warning."""
 
 
 class Monitor:
-    """Told of every step's memory; warns once for each reason."""
+    """Records the memory of every step; warns once for each reason."""
 
     def __init__(
         self,
         model: MemoryModel | None,
-        job: StepSpec,
+        spec: StepSpec,
         *,
-        device: int,
-        base: int,
-        accelerator: bool,
+        device_bytes: int,
+        base_bytes: int,
+        on_accelerator: bool,
         warn: Callable[[str], None],
     ):
-        self._model, self._job, self._base, self._accelerator, self._warn = model, job, base, accelerator, warn
-        self.plan = _plan(model, job, device)
-        self._said: set[str] = set()
+        self._model, self._spec, self._base_bytes = model, spec, base_bytes
+        self._on_accelerator, self._warn = on_accelerator, warn
+        self.plan = _plan(model, spec, device_bytes)
+        self._warned: set[str] = set()
         self._steps = 0
 
-    def see(self, memory: MemoryUsage, rows_per_pass: int) -> MemoryUsage:
-        """The same with the prediction for the rows that were taken."""
+    def record(self, memory: MemoryUsage, rows_per_pass: int) -> MemoryUsage:
+        """The same usage with the plan's prediction for this number of rows."""
         self._steps += 1
         if self._model is not None:
-            shape = replace(self._job.shape, rows_per_pass=rows_per_pass)
-            peak = self._model.stages(replace(self._job, shape=shape)).peak
-            memory = replace(memory, predicted=self._base + peak)
+            shape = replace(self._spec.shape, rows_per_pass=rows_per_pass)
+            peak = self._model.stages(replace(self._spec, shape=shape)).peak
+            memory = replace(memory, predicted=self._base_bytes + peak)
         if memory.utilization > FULL:
-            self._once("full", f"{_filled(memory)}: the next long rollout may not fit. {self._lower()}")
-        elif memory.utilization < EMPTY and self._steps >= _MIN_STEPS and self._accelerator:
-            self._once("empty", f"{_filled(memory)}. {self._raise()}")
+            self._warn_once("full", f"{_describe(memory)}: the next long rollout may not fit. {self._safer()}")
+        elif memory.utilization < EMPTY and self._steps >= _MIN_STEPS and self._on_accelerator:
+            self._warn_once("empty", f"{_describe(memory)}. {self._larger()}")
         return memory
 
-    def lower_first(self) -> list[str]:
-        """The plan's list, for a run that ran out of memory at one row."""
+    def reductions(self) -> list[str]:
+        """What the plan would reduce, in order, for a run that ran out of memory at one row."""
         return [str(step) for step in self.plan.lower] if self.plan else []
 
-    def _lower(self) -> str:
-        rows = [step.what for step in self.plan.lower] if self.plan else []
-        return f"To be safe: {rows[0]}." if rows else "To be safe, lower rows_per_pass."
+    def _safer(self) -> str:
+        steps = self.plan.lower if self.plan else []
+        return f"To be safe: {steps[0].what}." if steps else "To be safe, lower rows_per_pass."
 
-    def _raise(self) -> str:
+    def _larger(self) -> str:
         if self.plan is None:
             return "A higher rows_per_pass would use it; it never changes the result."
         better = self.plan.recommended.shape
@@ -65,27 +65,19 @@ class Monitor:
             f" {self.plan.recommended.utilization:.0%}."
         )
 
-    def _once(self, reason: str, text: str) -> None:
-        if reason not in self._said:
-            self._said.add(reason)
+    def _warn_once(self, reason: str, text: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
             self._warn(text)
 
 
-def known_memory(workload: WorkloadConfig) -> MemoryModel | None:
-    """The workload's memory, where it can be told: a model on the hub, say, has no sizes here before it is loaded."""
-    try:
-        return workload.memory_model()
-    except UserError:
-        return None
-
-
-def _filled(memory: MemoryUsage) -> str:
+def _describe(memory: MemoryUsage) -> str:
     return f"Memory peaks at {format_bytes(memory.peak)}, {memory.utilization:.0%} of the device"
 
 
-def _plan(model: MemoryModel | None, job: StepSpec, device: int) -> MemoryPlan | None:
-    """None also where the plan says that it cannot be: then the run itself will tell."""
+def _plan(model: MemoryModel | None, spec: StepSpec, device_bytes: int) -> MemoryPlan | None:
+    """None also where no setting fits by the plan: the run itself will show whether that is true."""
     try:
-        return None if model is None else make_plan(model, job, device)
+        return None if model is None else make_plan(model, spec, device_bytes)
     except UserError:
         return None

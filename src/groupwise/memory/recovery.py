@@ -1,261 +1,148 @@
-"""When memory runs out: all ranks agree, free, take smaller pieces, and do the same again. The result stays the same.
+"""Recovery from out-of-memory errors: all ranks halve the same row limit and repeat the stage. The result is the same.
 
-Every stage that may fail runs inside `comm.together`, which raises `OutOfMemoryError` on all ranks when it failed on
-one. So all of them arrive here with the same error and lower the same number; nobody is left waiting.
-Into how many pieces the work is cut at present: memory, not results.
+Every stage that may fail runs inside `comm.fail_together`, which raises `OutOfMemoryError` on all ranks when one of
+them ran out of memory. So all ranks get here with the same error and halve the same limit; none is left waiting.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import OutOfMemoryError, UserError
-from groupwise.core.shape import StepShape
-from groupwise.workloads.base import Workload
-
-
-def own_name(stage: str) -> str:
-    """What a workload's own number for a stage is called; reward_rows are those that rewards() gets in one call."""
-    return "rows_per_reward_pass" if stage == "reward" else f"{stage}_rows"
-
-
-@dataclass
-class RowLimits:
-    """Rows that are taken at a time. Begins as configured; lowered when memory runs out, on all ranks alike."""
-
-    rows_per_pass: int
-    reward_rows: int | None = None
-    """Rows judged at a time, in whole groups; None for all that a rank has."""
-    stage_rows: Mapping[str, int] = field(default_factory=dict)
-    """The workload's own numbers, where they were lowered."""
-    shrunk: Mapping[str, int] = field(default_factory=dict)
-    """What had to become smaller at one row, as the user allowed: this does change the result."""
-    lowered: list[tuple[str, int]] = field(default_factory=list)
-    """What was lowered and from where, in order: the way back."""
-    quiet: int = 0
-    """Steps since memory last ran out."""
-    shortages: int = 0
-    """How often it ran out in this run."""
-
-    def rows(self) -> dict[str, int]:
-        """The numbers in force, by the names they are shown under."""
-        own = {own_name(stage): rows for stage, rows in self.stage_rows.items()}
-        judged = {"reward_rows": self.reward_rows} if self.reward_rows else {}
-        return {"rows_per_pass": self.rows_per_pass, **judged, **own, **self.shrunk}
-
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Stage = Literal["rollout", "reward", "update", "evaluation"]
+RowLimits = dict[str, int]
+"""Most rows that are processed at once, by the name of the limit."""
 
-
-class BeginAgain(Exception):  # noqa: N818 - no error: the way back to the beginning of the step
-    """What a step is made of has become smaller, so its rollouts must be made anew."""
-
-
-class Retry(Protocol):
-    """Calls a function of a stage, perhaps more than once."""
-
-    def __call__(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T: ...
-
-
-def no_retry(stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
-    """No second try: memory that runs out stops everything."""
-    return act(*words, **named)
-
+LIMIT_NAMES: Mapping[Stage, tuple[str, ...]] = {
+    "rollout": ("decode_rows", "rows_per_pass"),
+    "reward": ("encode_rows", "reward_rows"),
+    "update": ("rows_per_pass",),
+    "evaluation": ("eval_rows",),
+}
+"""The limits that a stage may halve, in this order. Every run has rows_per_pass and reward_rows (rows that rewards()
+gets in one call, in whole groups); the others exist where the workload sets them in `row_limits`."""
 
 GENERAL_ADVICE = (
-    "the workload's own sizes that no pass can cut: longest rollout, resolution, number of frames",
-    "the bytes of a number: bfloat16 takes half of float32",
-    "what is trained: an adapter needs gradients and optimizer only for itself",
+    "sizes of the workload that no pass can split: length of a rollout, resolution, number of frames",
+    "the dtype: bfloat16 takes half the bytes of float32",
+    "the trained parameters: an adapter needs gradients and optimizer state for itself only",
 )
-"""For a workload that gives no memory plan. Shorter rollouts change what is learned, so nothing is lowered unasked."""
+"""For a workload without a memory plan. These change what is learned, so none of them is changed automatically."""
 
 
-@dataclass
+class LimitedWorkload(Protocol):
+    """What recovery needs to know of a workload."""
+
+    policy: nn.Module
+    row_limits: Mapping[str, int]
+
+
 class Recovery:
-    """What is known about the run that decides how to go on; `cut` is what it changes."""
+    """Repeats a stage with smaller batches after an out-of-memory error.
 
-    workload: Workload
-    cut: RowLimits
-    shape: StepShape
-    warn: Callable[[str], None]
-    grow_after: int = 0
-    lower_first: Callable[[], Sequence[str]] = lambda: GENERAL_ADVICE
-    """What the plan would lower, first things first: asked when nothing is left to cut."""
-    may_shrink: Sequence[str] = ()
-    """What the user allows to be halved when nothing is left to cut; it changes the result."""
-    shortages: int = 0
-    """Since the last complete step."""
+    `limits` is the one dict of row limits: the state, its checkpoints and the workload share it.
+    """
 
-    def attempt(self, stage: Stage, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
-        """What `act` returns, in as small pieces as it takes."""
-        before = RngAndBuffers.of(self.workload.policy)
+    def __init__(
+        self,
+        workload: LimitedWorkload,
+        *,
+        rows_per_pass: int,
+        rows_per_rank: int,
+        warn: Callable[[str], None],
+        advice: Callable[[], Sequence[str]] = lambda: GENERAL_ADVICE,
+    ):
+        self.limits: RowLimits = {**workload.row_limits, "rows_per_pass": rows_per_pass}
+        self.oom_retries = 0
+        """Since the last complete step."""
+        self._configured = dict(self.limits)
+        self._workload, self._rows_per_rank, self._warn, self._advice = workload, rows_per_rank, warn, advice
+        workload.row_limits = self.limits
+
+    def retry_smaller(self, stage: Stage, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """The function's result; after an out-of-memory error a row limit is halved and the function called again."""
+        before = RngAndBuffers.capture(self._workload.policy)
         while True:
             try:
-                return act(*words, **named)
+                return function(*args, **kwargs)
             except OutOfMemoryError as error:
-                told = str(error)
-            # Only here, outside the clause, is the error gone and with it the frames that held the tensors.
-            self.shortages += 1
-            self._lower(stage, told)
+                message = str(error)
+            # Only outside the clause is the error gone, and with it the frames that held the tensors.
+            self.oom_retries += 1
+            self._halve(stage, message)
             release_memory()
-            before.again(self.workload.policy)
+            before.restore(self._workload.policy)
 
-    def whole(self, act: Callable[P, T], /, *words: P.args, **named: P.kwargs) -> T:
-        """What `act` returns, from its beginning as often as something had to shrink on the way."""
-        before = RngAndBuffers.of(self.workload.policy) if self.may_shrink else None
-        while True:
-            try:
-                return act(*words, **named)
-            except BeginAgain:
-                assert before is not None, "nothing shrinks unless it may"
-            release_memory()
-            before.again(self.workload.policy)
+    def step_metrics(self) -> dict[str, float]:
+        """The retries of a complete step, and the limits in force: rows_per_pass, and those that were lowered."""
+        retries, self.oom_retries = self.oom_retries, 0
+        lowered = {name: rows for name, rows in self.limits.items() if rows != self._configured.get(name)}
+        shown = {"rows_per_pass": self.limits["rows_per_pass"], **lowered}
+        return {"oom_retries": float(retries), **{name: float(rows) for name, rows in shown.items()}}
 
-    def step_done(self) -> dict[str, float]:
-        """The metrics of a complete step; after enough quiet ones the pieces grow again."""
-        metrics = {"out_of_memory": float(self.shortages), **{n: float(v) for n, v in self.cut.rows().items()}}
-        self.cut.quiet = 0 if self.shortages else self.cut.quiet + 1
-        self.shortages = 0
-        # Each shortage doubles the wait, so that a setting that never fits is not tried for ever.
-        patience = self.grow_after << max(0, self.cut.shortages - 1)
-        if self.grow_after and self.cut.lowered and self.cut.quiet >= patience:
-            self._grow()
-        return metrics
+    def restore(self, saved: Mapping[str, int]) -> RowLimits:
+        """Continue with the limits of a checkpoint where they are lower than configured; returns those."""
+        known = {name: self._rows(name) for names in LIMIT_NAMES.values() for name in names if self._has(name)}
+        lowered = {name: rows for name, rows in saved.items() if name in known and rows < known[name]}
+        self.limits.update(lowered)
+        return lowered
 
-    def _lower(self, stage: Stage, told: str) -> None:
-        cut, name = self.cut, self._knob(stage)
-        rows, fewer = self._rows(name), self._fewer(name)
-        cut.shortages += 1
-        if fewer is None:
-            self._shrink(stage, told)
-            return
-        cut.lowered.append((name, rows))
-        self._set(name, fewer)
-        what = "evaluation" if stage == "evaluation" else "step"
-        again = f"the {what} is repeated, its result is the same."
-        self.warn(f"Out of memory in {stage}: {told} {name} {rows} -> {fewer}; {again}")
-
-    def _shrink(self, stage: Stage, told: str) -> None:
-        """Nothing is left to cut. Halve what the user allowed by name, or stop."""
-        sizes = self.workload.shrinkable
-        name = next((name for name in self.may_shrink if sizes[name] > 1), None)
+    def _halve(self, stage: Stage, message: str) -> None:
+        names = [name for name in LIMIT_NAMES[stage] if self._has(name)]
+        name = next((name for name in names if self._rows(name) > 1), None)
         if name is None:
-            raise UserError(self._at_the_end(stage, told))
-        half = sizes[name] // 2
-        self.warn(
-            f"Out of memory in {stage} at one row: {told} {name} {sizes[name]} -> {half} for the rest of the run, as"
-            " --may-shrink allows. THIS CHANGES WHAT IS LEARNED."
+            raise UserError(self._cannot_shrink_further(stage, names, message))
+        rows = self._rows(name)
+        # A limit above what a rank has splits nothing: half of what it has is the first that helps.
+        self.limits[name] = max(1, (rows if stage == "evaluation" else min(rows, self._rows_per_rank)) // 2)
+        repeated = "evaluation" if stage == "evaluation" else "step"
+        self._warn(
+            f"Out of memory in {stage}: {message} {name} {rows} -> {self.limits[name]}; the {repeated} is repeated, its"
+            " result is the same."
         )
-        self.workload.shrinkable = {**sizes, name: half}
-        self.cut.shrunk = {**self.cut.shrunk, name: half}
-        if stage != "evaluation":
-            raise BeginAgain
 
-    def _knob(self, stage: Stage) -> str:
-        """The workload's own number for this stage where it has one that can still be lowered, else the run's."""
-        if self.workload.stage_rows.get(stage, 0) > 1:
-            return own_name(stage)
-        return f"{stage}_rows" if stage in ("reward", "evaluation") else "rows_per_pass"
-
-    def _own(self, name: str) -> str | None:
-        """The stage whose number of the workload's own is called so."""
-        return next((stage for stage in self.workload.stage_rows if own_name(stage) == name), None)
+    def _has(self, name: str) -> bool:
+        return name in self.limits or name == "reward_rows"
 
     def _rows(self, name: str) -> int:
-        stage = self._own(name)
-        if stage is not None:
-            return self.workload.stage_rows[stage]
-        if name == "reward_rows":
-            return self.cut.reward_rows or self.shape.rollouts_per_rank
-        return 1 if name == "evaluation_rows" else self.cut.rows_per_pass
+        return self.limits.get(name, self._rows_per_rank)
 
-    def _fewer(self, name: str) -> int | None:
-        rows = self._rows(name)
-        if name == "reward_rows":
-            # A reward may compare siblings: what a rank has of a group is judged together, however few rows are asked.
-            return rows // 2 or None
-        if name == "evaluation_rows":
-            return rows // 2 or None
-        # a cap above what a rank has cuts nothing: half of that would be tried in vain
-        return min(rows, self.shape.rollouts_per_rank) // 2 or None
-
-    def _set(self, name: str, rows: int) -> None:
-        stage = self._own(name)
-        if stage is not None:
-            self.workload.stage_rows = {**self.workload.stage_rows, stage: rows}
-            self.cut.stage_rows = {**self.cut.stage_rows, stage: rows}
-        elif name == "reward_rows":
-            self.cut.reward_rows = rows
-        else:
-            self.cut.rows_per_pass = rows
-
-    def _grow(self) -> None:
-        name, rows = self.cut.lowered.pop()
-        self.warn(f"{self.cut.quiet} steps without a shortage of memory: {name} {self._rows(name)} -> {rows} again.")
-        self._set(name, rows)
-        self.cut.quiet = 0
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the pieces of a checkpoint."""
-        for name in asdict(self.cut):
-            if name in saved:
-                setattr(self.cut, name, saved[name])
-        self.cut.lowered = [(name, rows) for name, rows in self.cut.lowered]
-        known = {stage: rows for stage, rows in self.cut.stage_rows.items() if stage in self.workload.stage_rows}
-        self.workload.stage_rows = {**self.workload.stage_rows, **known}
-        shrunk = {name: size for name, size in self.cut.shrunk.items() if name in self.workload.shrinkable}
-        self.workload.shrinkable = {**self.workload.shrinkable, **shrunk}
-
-    def _at_the_end(self, stage: Stage, told: str) -> str:
-        name = self._knob(stage)
-        if stage == "evaluation" and stage not in self.workload.stage_rows:
+    def _cannot_shrink_further(self, stage: Stage, names: Sequence[str], message: str) -> str:
+        if not names:
             return (
-                f"Out of memory in evaluation, and {type(self.workload).__name__} does not say how many rows it takes"
-                f" at a time there (stage_rows, 'evaluation'): {told} Evaluate on fewer, or give it that number."
+                f"Out of memory in {stage}, and {type(self._workload).__name__} has no limit for its rows there"
+                f" ('{LIMIT_NAMES[stage][-1]}' in row_limits): {message} Evaluate on fewer rows, or set that limit."
             )
-        rows, advice = self._rows(name), self.lower_first()
-        listed = "; ".join(f"{nth}. {what}" for nth, what in enumerate(advice, 1))
+        listed = "; ".join(f"{number}. {step}" for number, step in enumerate(self._advice(), 1))
         return (
-            f"Out of memory in {stage} with {name} {rows}, and there are no smaller pieces: {told} What to lower, first"
-            f" things first: {listed}. The complete steps are in the newest checkpoint; --resume goes on from there."
+            f"Out of memory in {stage} with {names[-1]} {self._rows(names[-1])}, which cannot be halved: {message} What"
+            f" to reduce, in this order: {listed}. The complete steps are in the newest checkpoint; --resume continues"
+            " from there."
         )
-
-
-def check_shrinkable(workload: Workload, names: Sequence[str]) -> None:
-    """Refuse a permission that could not be used."""
-    for name in names:
-        if name not in workload.shrinkable:
-            offered = " or ".join(workload.shrinkable) or "nothing"
-            groups = (
-                " Members of a group go through the model one after another then: fewer of them hardly save memory."
-            )
-            raise UserError(
-                f"--may-shrink names '{name}': {type(workload).__name__} can shrink {offered} when memory runs out at"
-                f" one row.{groups if name == 'group_size' else ''}"
-            )
 
 
 @dataclass(frozen=True)
 class RngAndBuffers:
-    """What a stage may change on its way, so that a second try begins like the first: generators and buffers."""
+    """What a stage may change before it fails: random generators and the policy's buffers."""
 
     generators: tuple[Tensor, ...]
     buffers: Mapping[str, Tensor]
 
     @staticmethod
-    def of(policy: nn.Module) -> RngAndBuffers:
+    def capture(policy: nn.Module) -> RngAndBuffers:
         buffers = {name: buffer.clone() for name, buffer in policy.named_buffers()}
         return RngAndBuffers(tuple(module.get_rng_state() for module in _generators()), buffers)
 
-    def again(self, policy: nn.Module) -> None:
+    def restore(self, policy: nn.Module) -> None:
         for module, state in zip(_generators(), self.generators, strict=True):
             module.set_rng_state(state)
         for name, buffer in policy.named_buffers():
@@ -263,13 +150,13 @@ class RngAndBuffers:
 
 
 def _generators() -> list[Any]:
-    """The modules whose generators the device in use draws from."""
+    """The modules whose generators the current device uses."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return [torch.random, *([torch.get_device_module(accelerator)] if accelerator is not None else [])]
 
 
 def release_memory() -> None:
-    """Give back what nobody holds any more, before the next try."""
+    """Return unreferenced memory to the device before the next attempt."""
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()

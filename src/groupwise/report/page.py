@@ -12,8 +12,8 @@ from groupwise.core.units import format_bytes
 from groupwise.report.charts import Points, bar_chart, legend, line_chart
 from groupwise.report.run_data import RunData, metrics
 
-_MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_share", "grad_norm", "learning_rate")
-_UNITS = {"_s": "seconds, measured", "_share": "share"}
+_MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_fraction", "grad_norm", "learning_rate")
+_UNITS = {"_s": "seconds, measured", "_share": "share", "_fraction": "share"}
 _MOST_SAMPLES = 12
 _STYLE = """
 :root{color-scheme:light dark;--ink:#222;--soft:#777;--line:#ddd;--card:#fff;--page:#f6f6f4}

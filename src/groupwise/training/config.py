@@ -1,4 +1,4 @@
-"""Everything that can be set about a run. No torch here: `--help` answers at once."""
+"""Config, OptimizerConfig and RunConfig; to and from JSON; what may differ on resume. No torch."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """Highest learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls after the warm-up, towards 0 at the end of the run."""
+    """Learning rate after the warm-up: constant, or falling to 0 at the end of the run."""
     warmup_updates: int = 0
     """Updates over which the learning rate rises from 0."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
     betas: tuple[float, float] = (0.9, 0.999)
-    """Averaging of AdamW's first and second moment."""
+    """Decay of AdamW's first and second moment."""
     max_grad_norm: float | None = 1.0
     """Gradients are scaled down to this norm; None for no limit."""
-    updates_per_rollout: int = 1
-    """Updates on each step's rollouts. From the second on, the ratio differs from 1 and clipping acts."""
+    updates_per_step: int = 1
+    """Updates on each step's rollouts. From the second on the ratio differs from 1, and clipping takes effect."""
     ema_decay: float | None = None
-    """Keep an average of the policy's weights with this decay; evaluation then uses it. None for none."""
+    """Decay of an exponential moving average of the weights, which evaluation then uses. None for no average."""
 
     def __post_init__(self) -> None:
         require_types(self, "optimizer.")
@@ -45,7 +45,7 @@ class OptimizerConfig:
             "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
             "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None"),
-            "updates_per_rollout": (self.updates_per_rollout >= 1, "at least 1"),
+            "updates_per_step": (self.updates_per_step >= 1, "at least 1"),
             "ema_decay": (self.ema_decay is None or 0 <= self.ema_decay < 1, "from 0 to below 1, or None"),
         }
         for name, (holds, rule) in rules.items():
@@ -57,15 +57,15 @@ class RunConfig:
     run_dir: Path | None = None
     """Folder of this run: config, metrics, samples, checkpoints. None takes runs/ and the recipe's name."""
     resume: bool = False
-    """Continue from the newest good checkpoint in run_dir; begin where there is none yet."""
+    """Continue from the newest valid checkpoint in run_dir; start at step 0 where there is none yet."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step always writes one."""
     keep_checkpoints: int = 3
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept."""
     eval_every: int = 0
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     samples_per_step: int = 4
-    """Rollouts a step that are written to samples.jsonl."""
+    """Rollouts of each step that are written to samples.jsonl."""
     show_samples_every: int = 0
     """Steps between tables of those rollouts on the screen; 0 shows none."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -73,20 +73,14 @@ class RunConfig:
     threads: int = 1
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
     preflight: bool = True
-    """Check the set-up on the first pass before training."""
-    grow_after: int = 100
-    """When memory ran out and rows_per_pass was halved: steps without a shortage after which it grows again, towards
-    what was set. Each further shortage doubles the wait. 0 for never."""
+    """Check rollouts, rewards, ratios and gradients on one pass before training."""
     on_warning: Literal["print", "stop"] = "print"
     """What a warning about a step does, such as nearly all completions truncated: print it, or stop the run."""
-    may_shrink: tuple[str, ...] = ()
-    """What may be halved, for the rest of the run, when memory runs out at one row: max_new_tokens for chat. It changes
-    what is learned, so by itself nothing is."""
 
     def __post_init__(self) -> None:
         require_types(self)
         least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1}
-        least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0, "grow_after": 0}
+        least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0}
         for name, number in least.items():
             require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
 
@@ -97,19 +91,19 @@ class Config:
 
     workload: WorkloadConfig
     steps: int = 100
-    """Steps to train: each rolls out conditions_per_step x group_size times and updates the policy."""
+    """Steps to train. Each makes conditions_per_step x group_size rollouts and updates the policy."""
     seed: int = 0
-    """Decides the order of conditions and every random number. Same seed, same run."""
+    """Key of every random number, including the order of conditions. Same seed, same run."""
     conditions_per_step: int = 8
     """Conditions (prompts, tasks) drawn for a step, without replacement."""
     group_size: int = 8
     """Rollouts of each condition; they are compared only with each other."""
     rows_per_pass: int | Literal["auto"] = 8
-    """Rows that go through the model together. A memory knob: it never changes the result. auto takes the most that the
-    memory plan and a trial step on the device agree on."""
+    """Most rows that go through the model together. Affects memory and speed, never the result. auto starts at all rows
+    of a rank and halves until the memory plan and a trial step on the device fit."""
     refill: int = 0
-    """Rounds of further conditions that a step may roll out while fewer than conditions_per_step groups have spread
-    (dynamic sampling). What is dropped is counted. 0 trains on what there is."""
+    """Further rounds of conditions that a step may roll out while fewer than conditions_per_step groups have spread
+    (dynamic sampling). Dropped groups are counted. 0 trains on the first round alone."""
     placement: str = "whole"
     """Where members run: whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
     reward: RewardConfig = field(default_factory=RewardConfig)
@@ -125,12 +119,6 @@ class Config:
         whole = isinstance(self.rows_per_pass, int) and not isinstance(self.rows_per_pass, bool)
         require(whole or self.rows_per_pass == "auto", "rows_per_pass", self.rows_per_pass, "a whole number, or auto")
         require(self.refill >= 0, "refill", self.refill, "0 or more")
-        if self.run.may_shrink and self.optimizer.updates_per_rollout > 1:
-            raise UserError(
-                f"--may-shrink is {' '.join(self.run.may_shrink)} and optimizer.updates_per_rollout"
-                f" {self.optimizer.updates_per_rollout}: a step begins again when something shrinks, which it cannot"
-                " between its updates. Take one update a rollout, or leave --may-shrink out."
-            )
         if self.group_size < 2:
             self.shape(conditions=max(self.conditions_per_step, 1))
 
@@ -160,35 +148,35 @@ class Config:
 
     @property
     def updates(self) -> int:
-        return self.steps * self.optimizer.updates_per_rollout
+        return self.steps * self.optimizer.updates_per_step
 
 
-MEMORY_KNOBS = (
+MEMORY_SETTINGS = (
     "rows_per_pass",
     "workload.decode_rows",
     "workload.tokens_per_pass",
     "workload.encode_rows_per_pass",
     "workload.eval_rows_per_pass",
 )
-"""Fields that cut the work and change no result."""
-MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_KNOBS)
-"""Fields that may differ from the checkpoint's. Of these only `steps` can matter, where the learning rate or the
-entropy bonus falls."""
+"""Fields that limit how many rows or tokens are processed at once. They change no result."""
+MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_SETTINGS)
+"""Fields that may differ from the checkpoint's. Of these only `steps` can change the result, where the learning rate or
+the entropy bonus falls over the run."""
 
 
-def memory_settings(plain: Mapping[str, Any]) -> list[Any]:
-    """Their values in a config as JSON values; None for one that its workload does not have."""
-    fields = {**plain, **{f"workload.{name}": value for name, value in plain["workload"].items()}}
-    return [fields.get(name) for name in MEMORY_KNOBS]
+def memory_settings(config: Mapping[str, Any]) -> list[Any]:
+    """The values of MEMORY_SETTINGS in a config of JSON values; None where its workload has no such field."""
+    fields = {**config, **{f"workload.{name}": value for name, value in config["workload"].items()}}
+    return [fields.get(name) for name in MEMORY_SETTINGS]
 
 
 def to_dict(config: Any) -> dict[str, Any]:
     """Nested frozen configs as JSON values."""
-    plain: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for entry in dataclasses.fields(config):
         value = getattr(config, entry.name)
-        plain[entry.name] = to_dict(value) if dataclasses.is_dataclass(value) else _to_json(value)
-    return plain
+        values[entry.name] = to_dict(value) if dataclasses.is_dataclass(value) else _to_json(value)
+    return values
 
 
 def from_dict(config: Any, values: Mapping[str, Any]) -> Any:
@@ -197,20 +185,20 @@ def from_dict(config: Any, values: Mapping[str, Any]) -> Any:
     for entry in dataclasses.fields(config):
         if entry.name not in values:
             continue
-        present, value = getattr(config, entry.name), values[entry.name]
-        if dataclasses.is_dataclass(present):
-            changed[entry.name] = from_dict(present, value)
+        current, value = getattr(config, entry.name), values[entry.name]
+        if dataclasses.is_dataclass(current):
+            changed[entry.name] = from_dict(current, value)
         elif isinstance(value, list):
             changed[entry.name] = tuple(value)
         elif "Path" in str(entry.type):
             changed[entry.name] = Path(value) if value is not None else None
-        elif _is_plain(present) or isinstance(present, Mapping):
+        elif _is_plain(current) or isinstance(current, Mapping):
             changed[entry.name] = value
     return dataclasses.replace(config, **changed)
 
 
 def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Sentences naming every field that two plain configs set differently."""
+    """Phrases naming every field that two configs of JSON values set differently, but MAY_CHANGE_ON_RESUME."""
     lines = []
     for name in sorted(set(ours) | set(theirs)):
         if f"{prefix}{name}" in MAY_CHANGE_ON_RESUME:
@@ -224,7 +212,7 @@ def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix:
 
 
 def _to_json(value: Any) -> Any:
-    """A JSON value; what has none (a function, a class) is written as text and taken from the recipe again."""
+    """A JSON value; functions and classes become text, and come from the recipe when the config is read."""
     if isinstance(value, Mapping):
         return {name: _to_json(entry) for name, entry in value.items()}
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""Try a real step to see what memory it takes. Nothing of the run is changed."""
+"""A trial step: its measured peak memory, and the choice of `rows_per_pass auto`. The run's state is not changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,35 +14,30 @@ from groupwise.core.placement import place
 from groupwise.core.shape import even_pass_sizes
 from groupwise.core.types import Rollouts
 from groupwise.memory.measure import PeakMemory, device_bytes
-from groupwise.memory.monitor import known_memory
 from groupwise.memory.plan import AGGRESSIVE
-from groupwise.memory.recovery import RngAndBuffers, RowLimits, release_memory
+from groupwise.memory.recovery import RngAndBuffers, release_memory
 from groupwise.memory.stages import StageBytes, StepSpec
-from groupwise.training.loop import compute_rewards, generate_rollouts
+from groupwise.training.config import Config
+from groupwise.training.rollout import compute_rewards, generate_rollouts
+from groupwise.training.setup import Setup, known_memory, set_up
 from groupwise.training.state import missing_adam_state, reserve_optimizer_memory
-
-if TYPE_CHECKING:
-    from groupwise.training.config import Config
-    from groupwise.training.setup import Setup
 
 FULL = 0.9
 """Share of the device that a probed step may take."""
 
 
 def probe(config: Config) -> dict[str, int]:
-    """Highest bytes of a rollout and of an update, on this device with this config."""
-    from groupwise.training.setup import set_up
-
+    """Peak bytes of a rollout and of an update, on this device with this config."""
     setup = set_up(config)
-    rows, found = setup.state.cut.rows_per_pass, dict[str, int]()
-    with _undone(setup):
+    peaks: dict[str, int] = {}
+    with _restored_after(setup):
         with _peak_counter(setup) as peak:
-            rollouts = _trial_rollout(setup, rows)
-            found["rollout"] = peak()
+            rollouts = _trial_rollout(setup)
+            peaks["rollout"] = peak()
         with _peak_counter(setup) as peak:
-            _update(setup, rollouts, rows)
-            found["update"] = peak()
-    return found
+            _trial_update(setup, rollouts)
+            peaks["update"] = peak()
+    return peaks
 
 
 def choose_rows(setup: Setup) -> int:
@@ -52,49 +46,51 @@ def choose_rows(setup: Setup) -> int:
     After a trial that does not fit the next one has half the rows, so that few steps are tried.
     """
     model = known_memory(setup.config.workload)
-    device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # the smallest, so that all ranks decide alike
-    job = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
+    smallest_device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # so that all ranks decide alike
+    spec = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
     most = setup.shape.rollouts_per_rank
     for rows in even_pass_sizes(most):
         if rows > most:
             continue
-        planned = _planned(job, rows, model.stages) if model is not None else None
-        if planned is None or planned <= AGGRESSIVE * device:
+        planned = _planned(spec, rows, model.stages) if model is not None else None
+        if planned is None or planned <= AGGRESSIVE * smallest_device:
             measured = _measured(setup, rows)
-            if measured is not None and measured <= FULL * device:
+            if measured is not None and measured <= FULL * smallest_device:
                 return rows
             most = rows // 2
     return 1
 
 
-def _planned(job: StepSpec, rows: int, stages: Callable[[StepSpec], StageBytes]) -> int:
-    return stages(replace(job, shape=replace(job.shape, rows_per_pass=rows))).with_margin().peak
+def _planned(spec: StepSpec, rows: int, predict: Callable[[StepSpec], StageBytes]) -> int:
+    return predict(replace(spec, shape=replace(spec.shape, rows_per_pass=rows))).with_margin().peak
 
 
 def _measured(setup: Setup, rows: int) -> int | None:
-    """The peak of a step on the fullest rank; None where memory ran out on some rank."""
-    with _undone(setup):
+    """The highest peak of all ranks in a step; None where a rank ran out of memory."""
+    setup.state.row_limits["rows_per_pass"] = rows
+    with _restored_after(setup):
         peak = PeakMemory(setup.comm.device)
         try:
-            _update(setup, _trial_rollout(setup, rows), rows)
+            _trial_update(setup, _trial_rollout(setup))
         except OutOfMemoryError:
             return None
         return peak.over_ranks(setup.comm).peak
 
 
-def _trial_rollout(setup: Setup, rows: int) -> Rollouts:
-    """As in every step but the first: with the optimizer's moments."""
-    with setup.comm.fail_together("Making room for the optimizer"):
+def _trial_rollout(setup: Setup) -> Rollouts:
+    """As in every step but the first: with the optimizer's moments in memory."""
+    with setup.comm.fail_together("Reserving memory for the optimizer"):
         moments = missing_adam_state(setup.state)
-    placed = place(setup.shape, seed=setup.config.seed, step=setup.state.step)
-    rollouts = generate_rollouts(setup.workload, placed, setup.comm, RowLimits(rows))
-    compute_rewards(setup.workload, rollouts, setup.comm)
+    placement = place(setup.shape, seed=setup.config.seed, step=setup.state.step)
+    rollouts = generate_rollouts(setup, placement)
+    compute_rewards(setup, rollouts)
     del moments
     return rollouts
 
 
-def _update(setup: Setup, rollouts: Rollouts, rows: int) -> None:
-    """Two passes, the second while the first one's gradient is held; and room for the optimizer."""
+def _trial_update(setup: Setup, rollouts: Rollouts) -> None:
+    """Two passes, the second while the first one's gradient is held; and memory for the optimizer."""
+    rows = setup.state.row_limits["rows_per_pass"]
     with setup.comm.fail_together(f"score() of {type(setup.workload).__name__}"):
         part = rollouts.select(torch.arange(min(rows, len(rollouts))))
         for _ in range(2 if rows < len(rollouts) else 1):
@@ -103,19 +99,19 @@ def _update(setup: Setup, rollouts: Rollouts, rows: int) -> None:
 
 
 @contextmanager
-def _undone(setup: Setup) -> Iterator[None]:
-    before = RngAndBuffers.of(setup.state.policy)
+def _restored_after(setup: Setup) -> Iterator[None]:
+    before = RngAndBuffers.capture(setup.state.policy)
     try:
         yield
     finally:
         setup.state.optimizer.zero_grad(set_to_none=True)
-        before.again(setup.state.policy)
+        before.restore(setup.state.policy)
         release_memory()
 
 
 @contextmanager
 def _peak_counter(setup: Setup) -> Iterator[Callable[[], int]]:
-    """Bytes as the device counts them; on the CPU, where only the whole process is seen, tensor by tensor."""
+    """Bytes as the device counts them; on the CPU, where only the whole process is visible, tensor by tensor."""
     if setup.comm.device.type != "cpu":
         peak = PeakMemory(setup.comm.device)
         yield lambda: peak.over_ranks(setup.comm).peak
@@ -123,5 +119,5 @@ def _peak_counter(setup: Setup) -> Iterator[Callable[[], int]]:
     from groupwise.memory.trace import LiveByteCounter
 
     with LiveByteCounter() as live:
-        live.watch(*(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)))
+        live.watch(*(entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)))
         yield lambda: live.peak

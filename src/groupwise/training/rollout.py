@@ -1,153 +1,143 @@
-"""Further conditions in place of groups whose members all earned the same.
+"""One round of a step: rollouts, their group ids and their rewards; and further rounds for groups without spread.
 
-Dynamic sampling: Yu et al., DAPO, arXiv 2503.14476. Each round is a placement of its own, so that what is rolled out
-still depends on (seed, step) alone, wherever it runs.
-Asking a workload for rewards: all rows at once, or fewer groups at a time where memory is short.
+Further rounds are dynamic sampling: Yu et al., DAPO, arXiv 2503.14476. Each round has a placement of its own, so that
+what is rolled out depends on (seed, step) alone, wherever it runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from groupwise.core.advantage import compute_advantages
 from groupwise.core.errors import UserError
-from groupwise.core.groups import Groups
-from groupwise.core.placement import Placement, place
+from groupwise.core.groups import Groups, check_groups
+from groupwise.core.placement import Placement
+from groupwise.core.randomness import random_bits
 from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages, RewardTerms, Rollouts, concatenate_rollouts
+from groupwise.dist.comm import Comm
 from groupwise.training.config import Config
+from groupwise.training.setup import Setup
 from groupwise.workloads.base import Workload
 
 
-class Tried(NamedTuple):
-    """What was rolled out and what it earned; all but the rollouts in the order of a rank-major gather."""
+@dataclass(frozen=True)
+class Round:
+    """Rollouts and their rewards. All but the rollouts are of the whole step, in the order of a rank-major gather."""
 
-    placed: Placement
+    placement: Placement
     rollouts: Rollouts
     """Of this rank."""
     group_ids: Tensor
     rewards: Rewards
-    decided: Tensor
-    """Which rollouts have a decision that is not masked: the others move nothing."""
 
 
-def refill(tried: Tried, config: Config, try_out: Callable[[Placement], Tried]) -> Tried:
-    """Try further rounds until enough groups have spread, or the rounds are used up. Every rank decides alike."""
-    wanted, rounds = tried.placed.shape.conditions_per_step, [tried]
-    while len(rounds) <= config.refill and sum(map(_groups_with_spread, rounds)) < wanted:
-        placed = place(
-            tried.placed.shape,
-            seed=config.seed,
-            step=tried.placed.step,
-            round_index=len(rounds),
-            rounds=1 + config.refill,
+@torch.no_grad()
+def generate_rollouts(setup: Setup, placement: Placement) -> Rollouts:
+    """This rank's rollouts. Torch's own generator is seeded by (seed, step), for policies that use it all the same."""
+    comm, workload = setup.comm, setup.workload
+    torch.manual_seed(int(random_bits(placement.seed, placement.step)))
+    rows = replace(placement.rows_of(comm.rank), rows_per_pass=setup.state.row_limits["rows_per_pass"])
+    with comm.fail_together(f"rollout() of {type(workload).__name__}"):
+        rollouts = workload.rollout(rows)
+        check_rollouts(rollouts, len(rows))
+    return rollouts
+
+
+def check_rollouts(rollouts: Rollouts, rows: int) -> None:
+    """Refuse rollouts that the rest of the step could not use."""
+    if not isinstance(rollouts, Rollouts):
+        raise UserError(f"rollout() returned {type(rollouts).__name__}: it must return groupwise.Rollouts.")
+    logp, mask, ids = rollouts.logp, rollouts.mask, rollouts.group_ids
+    if logp.ndim != 2 or mask.shape != logp.shape or mask.dtype != torch.bool or ids.dtype != torch.int64:
+        raise UserError(
+            f"rollout() returned logp {tuple(logp.shape)}, mask {tuple(mask.shape)} of {mask.dtype} and group_ids of"
+            f" {ids.dtype}: logp and mask must be [rows, decisions], the mask of torch.bool, the ids of torch.int64."
         )
-        rounds.append(try_out(placed))
-    return join_rounds(rounds)
+    counts = {"group_ids": len(ids), "logp": len(logp), **{name: len(c) for name, c in rollouts.data.items()}}
+    for name, count in counts.items():
+        if count != rows:
+            raise UserError(
+                f"rollout() returned {count} rows of {name} where {rows} were placed: it must return one entry for"
+                " every row, in their order."
+            )
+    broken = int((~logp.isfinite() & mask).any(1).sum())
+    if broken:
+        raise UserError(
+            f"{broken} of {rows} rollouts have a log-probability that is not finite. Either the policy's weights are no"
+            " longer finite (lower optimizer.learning_rate), or a decision was taken to which the policy gives"
+            " probability 0."
+        )
 
 
-def keep_first_groups(
-    advantages: Advantages, placed: Placement, decided: Tensor | None = None
-) -> tuple[Advantages, dict[str, float]]:
-    """Train on the first conditions_per_step groups that have spread; say how many groups were dropped.
-
-    A group none of whose rollouts `decided` anything (None: all did) counts as one without spread.
-    """
-    with_spread = placed.group[advantages.trained if decided is None else advantages.trained & decided].unique()
-    kept = with_spread[: placed.shape.conditions_per_step]
-    trained = advantages.trained & torch.isin(placed.group, kept)
-    values, decisions = advantages.values.clone(), advantages.trained_mask
-    values[~trained] = 0
-    dropped = {
-        "groups_tried": float(advantages.groups),
-        "groups_dropped_without_spread": float(advantages.groups - len(with_spread)),
-        "groups_dropped_beyond_need": float(len(with_spread) - len(kept)),
-    }
-    if decisions is not None:
-        decisions = decisions & trained[:, None]
-    return replace(advantages, values=values, trained=trained, trained_mask=decisions), dropped
+def gather_group_ids(rollouts: Rollouts, placement: Placement, comm: Comm) -> Tensor:
+    """The group ids of all ranks, checked against the placement."""
+    group_ids = comm.gather(rollouts.group_ids)
+    check_groups(placement.group, group_ids)
+    return group_ids
 
 
-def _groups_with_spread(tried: Tried) -> int:
-    found = compute_advantages(tried.rewards, tried.group_ids)
-    return len(tried.group_ids[found.trained & tried.decided].unique())
+def gather_has_decisions(rollouts: Rollouts, comm: Comm) -> Tensor:
+    """Which rollouts of all ranks have an unmasked decision: the others contribute no gradient."""
+    return comm.gather(rollouts.mask.any(1).cpu())
 
 
-def join_rounds(rounds: Sequence[Tried]) -> Tried:
-    """All rounds as one: rank after rank, and on each rank round after round."""
-    shape = rounds[0].placed.shape
-
-    def join(columns: Sequence[Tensor]) -> Tensor:
-        return torch.cat([column.unflatten(0, (shape.ranks, -1)) for column in columns], dim=1).flatten(0, 1)
-
-    placed = [each.placed for each in rounds]
-    terms = [each.rewards.terms for each in rounds]
-    own = [each.rewards.per_decision for each in rounds if each.rewards.per_decision is not None]
-    return Tried(
-        replace(
-            placed[0],
-            group=join([each.group for each in placed]),
-            member=join([each.member for each in placed]),
-            condition=join([each.condition for each in placed]),
-        ),
-        concatenate_rollouts([each.rollouts for each in rounds]),
-        join([each.group_ids for each in rounds]),
-        Rewards(
-            join([each.rewards.total for each in rounds]),
-            RewardTerms(
-                {name: join([each.per_rollout[name] for each in terms]) for name in terms[0].per_rollout},
-                per_decision={
-                    name: join([each.per_decision[name] for each in terms]) for name in terms[0].per_decision
-                },
-            ),
-            sum(each.rewards.missing for each in rounds),
-            join(own) if own else None,
-        ),
-        join([each.decided for each in rounds]),
+def compute_rewards(setup: Setup, rollouts: Rollouts) -> RewardTerms:
+    """The reward terms of all ranks."""
+    comm, workload = setup.comm, setup.workload
+    with comm.fail_together(f"rewards() of {type(workload).__name__}"):
+        terms = rewards_in_groups(workload, rollouts, setup.state.row_limits.get("reward_rows"))
+    failures: dict[str, str] = {}
+    if comm.any(bool(terms.failures)):
+        for rank_failures in comm.gather_objects([dict(terms.failures)]):
+            failures = rank_failures | failures
+    return RewardTerms(
+        {name: comm.gather(column.cpu().double()) for name, column in terms.per_rollout.items()},
+        failures,
+        {name: comm.gather(table.cpu().double()) for name, table in terms.per_decision.items()},
     )
 
 
 def rewards_in_groups(workload: Workload, rollouts: Rollouts, rows: int | None) -> RewardTerms:
-    """The workload's terms for every row; siblings are always judged together, at most `rows` rows at a time."""
+    """The workload's reward terms for every row, in calls of at most `rows` rows; a group is never split."""
     if rows is None or rows >= len(rollouts):
         return _checked_rewards(workload, rollouts)
-    values: dict[str, Tensor] = {}
-    steps: dict[str, Tensor] = {}
+    per_rollout: dict[str, Tensor] = {}
+    per_decision: dict[str, Tensor] = {}
     failures: dict[str, str] = {}
-    for piece in split_by_group(rollouts.group_ids, rows):
-        terms = _checked_rewards(workload, rollouts.select(piece))
+    for indices in split_by_group(rollouts.group_ids, rows):
+        terms = _checked_rewards(workload, rollouts.select(indices))
         for name, column in terms.per_rollout.items():
             missing = torch.full((len(rollouts),), torch.nan, dtype=torch.float64)
-            values.setdefault(name, missing)[piece] = column.cpu().double()
+            per_rollout.setdefault(name, missing)[indices] = column.cpu().double()
         for name, table in terms.per_decision.items():
             missing = torch.full(rollouts.logp.shape, torch.nan, dtype=torch.float64)
-            steps.setdefault(name, missing)[piece] = table.cpu().double()
+            per_decision.setdefault(name, missing)[indices] = table.cpu().double()
         failures = {**terms.failures, **failures}
-    return RewardTerms(values, failures, steps)
+    return RewardTerms(per_rollout, failures, per_decision)
 
 
 def split_by_group(group_ids: Tensor, rows: int) -> Iterator[Tensor]:
-    """The rows of as many groups as make up at most `rows` rows, or of one group if it alone is larger."""
+    """Row indices of as many groups as have at most `rows` rows together, or of one group that is larger alone."""
     group_index = Groups.of(group_ids).group_index
-    piece: list[int] = []
+    indices: list[int] = []
     for group in group_index.unique().tolist():
         members = (group_index == group).nonzero().flatten().tolist()
-        if piece and len(piece) + len(members) > rows:
-            yield torch.tensor(piece)
-            piece = []
-        piece += members
-    yield torch.tensor(piece)
+        if indices and len(indices) + len(members) > rows:
+            yield torch.tensor(indices)
+            indices = []
+        indices += members
+    yield torch.tensor(indices)
 
 
 def _checked_rewards(workload: Workload, rollouts: Rollouts) -> RewardTerms:
     terms = workload.rewards(rollouts)
     if not isinstance(terms, RewardTerms):
-        raise UserError(f"rewards() returned {type(terms).__name__}: it must return groupwise.Terms.")
+        raise UserError(f"rewards() returned {type(terms).__name__}: it must return groupwise.RewardTerms.")
     for name, column in terms.per_rollout.items():
         if column.shape != (len(rollouts),):
             raise UserError(
@@ -161,3 +151,87 @@ def _checked_rewards(workload: Workload, rollouts: Rollouts) -> RewardTerms:
                 f" {tuple(rollouts.logp.shape)}: it must be one number a decision."
             )
     return terms
+
+
+def needs_round(rounds: Sequence[Round], config: Config, comm: Comm) -> bool:
+    """Whether a step needs another round: the first, and up to `refill` more while too few groups have spread."""
+    if not rounds:
+        return True
+    if len(rounds) > config.refill:
+        return False
+    return sum(groups_with_spread(each, comm) for each in rounds) < config.conditions_per_step
+
+
+def groups_with_spread(batch: Round, comm: Comm) -> int:
+    """Groups of a round that can be trained on: rewards differ, and some decision is not masked."""
+    advantages = compute_advantages(batch.rewards, batch.group_ids)
+    return len(batch.group_ids[advantages.trained & gather_has_decisions(batch.rollouts, comm)].unique())
+
+
+def join_rounds(rounds: Sequence[Round]) -> Round:
+    """All rounds as one: rank after rank, and within a rank round after round."""
+    if len(rounds) == 1:
+        return rounds[0]
+    first, placements = rounds[0], [each.placement for each in rounds]
+
+    def join(columns: Sequence[Tensor]) -> Tensor:
+        by_rank = [column.unflatten(0, (first.placement.shape.ranks, -1)) for column in columns]
+        return torch.cat(by_rank, dim=1).flatten(0, 1)
+
+    return Round(
+        replace(
+            first.placement,
+            group=join([placement.group for placement in placements]),
+            member=join([placement.member for placement in placements]),
+            condition=join([placement.condition for placement in placements]),
+        ),
+        concatenate_rollouts([each.rollouts for each in rounds]),
+        join([each.group_ids for each in rounds]),
+        _join_rewards([each.rewards for each in rounds], join),
+    )
+
+
+def _join_rewards(rewards: Sequence[Rewards], join: Callable[[Sequence[Tensor]], Tensor]) -> Rewards:
+    def join_terms(terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        return {name: join([columns[name] for columns in terms]) for name in terms[0]}
+
+    per_decision = [each.per_decision for each in rewards if each.per_decision is not None]
+    return Rewards(
+        join([each.total for each in rewards]),
+        RewardTerms(
+            join_terms([each.terms.per_rollout for each in rewards]),
+            per_decision=join_terms([each.terms.per_decision for each in rewards]),
+        ),
+        sum(each.missing for each in rewards),
+        join(per_decision) if per_decision else None,
+    )
+
+
+def keep_first_groups(
+    advantages: Advantages, batch: Round, config: Config, comm: Comm
+) -> tuple[Advantages, dict[str, float]]:
+    """With refill: train on the first conditions_per_step groups that have spread, and count the others.
+
+    A group none of whose rollouts has an unmasked decision counts as one without spread.
+    """
+    if not config.refill:
+        return advantages, {}
+    groups = batch.placement.group
+    with_spread = groups[advantages.trained & gather_has_decisions(batch.rollouts, comm)].unique()
+    kept = with_spread[: config.conditions_per_step]
+    trained = advantages.trained & torch.isin(groups, kept)
+    values, trained_mask = advantages.values.clone(), advantages.trained_mask
+    values[~trained] = 0
+    if trained_mask is not None:
+        trained_mask = trained_mask & trained[:, None]
+    return replace(advantages, values=values, trained=trained, trained_mask=trained_mask), {
+        "groups_sampled": float(advantages.groups),
+        "groups_dropped_without_spread": float(advantages.groups - len(with_spread)),
+        "groups_dropped_surplus": float(len(with_spread) - len(kept)),
+    }
+
+
+def rank_slice(batch: Round, comm: Comm) -> slice:
+    """This rank's rows among those of the whole step."""
+    rows = len(batch.rollouts)
+    return slice(comm.rank * rows, (comm.rank + 1) * rows)

@@ -1,7 +1,8 @@
-"""Everything a run stands on: ranks, workload, shape, state."""
+"""Setup: everything that the stages of a run share. Ranks, workload, shape, state, memory monitor and recovery."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,57 +12,102 @@ from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
 from groupwise.dist.trackers import check_installed
-from groupwise.memory.measure import used_bytes
-from groupwise.memory.recovery import RowLimits, check_shrinkable
-from groupwise.training.checkpoint import read_meta
+from groupwise.memory.measure import device_bytes, used_bytes
+from groupwise.memory.monitor import Monitor
+from groupwise.memory.plan import MemoryModel
+from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
+from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
 from groupwise.training.state import State, create_state
-from groupwise.workloads.base import Workload
+from groupwise.workloads.base import Workload, WorkloadConfig
+
+Warn = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Setup:
-    """Everything a run stands on, made once."""
+    """Everything that the stages of a run share, made once."""
 
     config: Config
     comm: Comm
     workload: Workload
     shape: StepShape
     state: State
-    base_bytes: int = 0
-    """What the process held before the workload was built; on a device, nothing."""
+    monitor: Monitor
+    recovery: Recovery
 
 
-def set_up(config: Config, checkpoint: Path | None = None) -> Setup:
-    """Join the ranks, build the workload, and refuse what does not fit. A checkpoint to go on from has a say in it."""
+def ignore_warning(text: str) -> None:
+    """For callers without a display: metrics.jsonl has the retries of every step all the same."""
+
+
+def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignore_warning) -> Setup:
+    """Connect the ranks, build the workload and refuse what does not fit. The workload may read the checkpoint."""
     configure_process(config.run.threads)
     comm = connect()
     check_installed(config.run.trackers)
-    config.shape(
-        conditions=UNKNOWN_DATASET_SIZE, ranks=comm.ranks
-    )  # what no dataset could mend is refused before one is read
-    base = used_bytes(comm.device)
+    config.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=comm.ranks)  # refused before a dataset is read
+    base_bytes = used_bytes(comm.device)
+    workload = _build_workload(config, comm, checkpoint)
+    state = create_state(workload.policy, config.optimizer)
+    setup = _assemble(config, comm, workload, state, base_bytes, warn)
+    place(setup.shape, seed=config.seed, step=0)  # a user's own placement is refused before anything is written
+    if config.rows_per_pass == "auto":
+        config = replace(config, rows_per_pass=_choose_rows(setup, checkpoint))
+        setup = _assemble(config, comm, workload, state, base_bytes, warn)
+    return setup
+
+
+def known_memory(workload: WorkloadConfig) -> MemoryModel | None:
+    """The workload's memory model; None where there is none, such as for a model on the hub before it is loaded."""
+    try:
+        return workload.memory_model()
+    except UserError:
+        return None
+
+
+def _build_workload(config: Config, comm: Comm, checkpoint: Path | None) -> Workload:
     with comm.fail_together(f"build() of {type(config.workload).__name__}"):
         settings = config.workload.for_resume(checkpoint) if checkpoint else config.workload
         workload = settings.build(comm.device)
         for name in ("policy", "num_conditions"):
             if not hasattr(workload, name):
                 raise UserError(f"{type(workload).__name__} has no '{name}': a workload sets it in its __init__.")
-    check_shrinkable(workload, config.run.may_shrink)
+        known = sorted({name for names in LIMIT_NAMES.values() for name in names})
+        for name in workload.row_limits:
+            if name not in known:
+                raise UserError(
+                    f"row_limits of {type(workload).__name__} has '{name}': the limits that a stage can halve are"
+                    f" {', '.join(known)}."
+                )
+    return workload
+
+
+def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base_bytes: int, warn: Warn) -> Setup:
     shape = config.shape(conditions=workload.num_conditions, ranks=comm.ranks)
-    place(shape, seed=config.seed, step=0)  # a placement of the user's own is refused here, before anything is written
-    state = create_state(workload.policy, config.optimizer)
-    state.cut = RowLimits(shape.rows_per_pass)
-    setup = Setup(config, comm, workload, shape, state, base)
-    return _with_chosen_rows(setup, checkpoint) if config.rows_per_pass == "auto" else setup
+    monitor = Monitor(
+        known_memory(config.workload),
+        config.job(ranks=comm.ranks, fused=state.fused),
+        device_bytes=device_bytes(comm.device),
+        base_bytes=base_bytes,
+        on_accelerator=comm.device.type != "cpu",
+        warn=warn,
+    )
+    recovery = Recovery(
+        workload,
+        rows_per_pass=shape.rows_per_pass,
+        rows_per_rank=shape.rollouts_per_rank,
+        warn=warn,
+        advice=lambda: monitor.reductions() or GENERAL_ADVICE,
+    )
+    state.row_limits = recovery.limits
+    return Setup(config, comm, workload, shape, state, monitor, recovery)
 
 
-def _with_chosen_rows(setup: Setup, checkpoint: Path | None) -> Setup:
-    """rows_per_pass auto: a number from here on. A run that goes on keeps its own, which is in the checkpoint."""
+def _choose_rows(setup: Setup, checkpoint: Path | None) -> int:
+    """rows_per_pass auto as a number. A resumed run keeps its number, which is in the checkpoint."""
     from groupwise.training.probe import choose_rows
 
-    rows = choose_rows(setup) if checkpoint is None else read_meta(checkpoint)["config"]["rows_per_pass"]
-    config = replace(setup.config, rows_per_pass=rows)
-    setup.state.cut = RowLimits(rows)
-    shape = config.shape(conditions=setup.workload.num_conditions, ranks=setup.comm.ranks)
-    return replace(setup, config=config, shape=shape)
+    if checkpoint is None:
+        return choose_rows(setup)
+    return int(read_metadata(checkpoint)["config"]["rows_per_pass"])

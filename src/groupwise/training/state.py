@@ -1,4 +1,4 @@
-"""What training changes: the policy's weights, the optimizer, their average, and how far it came."""
+"""What training changes: policy, optimizer, EMA weights, step counters; and the learning rate as a function of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from groupwise.training.config import OptimizerConfig
 
 @dataclass
 class State:
-    """The one thing that is mutated, and only by `update` and `restore`."""
+    """The only mutable record of a run. `update` and `restore` change it, and `Recovery` the row limits."""
 
     policy: nn.Module
     optimizer: torch.optim.Optimizer
     ema: Ema | None = None
     step: int = 0
-    """Steps that are complete."""
+    """Complete steps."""
     updates: int = 0
-    """Updates of the policy so far; the learning-rate schedule is a function of it."""
-    cut: RowLimits = field(default_factory=lambda: RowLimits(rows_per_pass=1))
-    """Into how many pieces the work is cut at present."""
+    """Optimizer steps so far."""
+    row_limits: RowLimits = field(default_factory=lambda: {"rows_per_pass": 1})
+    """Most rows at once, by name; halved when memory runs out. They never change a result."""
 
     @property
     def trainable(self) -> list[nn.Parameter]:
@@ -36,32 +36,32 @@ class State:
 
     @property
     def fused(self) -> bool:
-        """The optimizer's step is one operation, which needs no memory of its own."""
+        """Whether the optimizer's step is one operation, which needs no temporary memory."""
         return bool(self.optimizer.defaults["fused"])
 
 
 @dataclass
 class Ema:
-    """An exponential moving average of the trainable weights, in copies of its own."""
+    """Exponential moving average of the trainable weights."""
 
     decay: float
-    average: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[str, Tensor] = field(default_factory=dict)
 
-    def follow(self, policy: nn.Module) -> None:
-        """Once per update: average = decay x average + (1 - decay) x weight."""
+    def update(self, policy: nn.Module) -> None:
+        """Once per optimizer step: average = decay x average + (1 - decay) x weight."""
         for name, weight in trainable_weights(policy).items():
-            self.average[name].lerp_(weight.detach(), 1 - self.decay)
+            self.weights[name].lerp_(weight.detach(), 1 - self.decay)
 
     @contextmanager
-    def borrowed(self, policy: nn.Module) -> Iterator[None]:
-        """The policy holds the average meanwhile, and its own weights again afterwards, bit by bit."""
-        weights = trainable_weights(policy)
-        kept = {name: weight.detach().clone() for name, weight in weights.items()}
+    def swapped_in(self, policy: nn.Module) -> Iterator[None]:
+        """The policy holds the averaged weights meanwhile, and its own again afterwards, bit-identical."""
+        parameters = trainable_weights(policy)
+        saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         try:
-            _copy_into(weights, self.average)
+            _copy_into(parameters, self.weights)
             yield
         finally:
-            _copy_into(weights, kept)
+            _copy_into(parameters, saved)
 
 
 def create_state(policy: nn.Module, config: OptimizerConfig) -> State:
@@ -85,24 +85,25 @@ def create_state(policy: nn.Module, config: OptimizerConfig) -> State:
 
 
 def missing_adam_state(state: State) -> list[Tensor]:
-    """Room for AdamW's two moments of each weight that has none yet."""
-    return [torch.empty_like(each) for each in state.trainable if not state.optimizer.state.get(each) for _ in range(2)]
+    """Memory for AdamW's two moments of each weight that has none yet."""
+    new = [weight for weight in state.trainable if not state.optimizer.state.get(weight)]
+    return [torch.empty_like(weight) for weight in new for _ in range(2)]
 
 
 def reserve_optimizer_memory(state: State) -> None:
-    """Take and give back what the optimizer's step will need: it must not run out of memory among half the weights.
+    """Allocate and free what the optimizer's step will need, so that it cannot run out of memory half-way.
 
-    Two moments for each weight that has none yet, and where AdamW is not fused, its results: one of every weight.
+    Two moments for each weight that has none yet; and where AdamW is not fused, one temporary for every weight.
     """
-    room = missing_adam_state(state)
+    reserved = missing_adam_state(state)
     if not state.fused:
-        room += [torch.empty_like(weight) for weight in state.trainable]
+        reserved += [torch.empty_like(weight) for weight in state.trainable]
 
 
 def _supports_fused_adamw(weight: nn.Parameter) -> bool:
-    """The kernel takes weights, gradients and moments as they lie in memory, whatever their strides, and says nothing.
+    """The fused kernel ignores strides: it needs contiguous weights, gradients and moments.
 
-    Gradients are contiguous once they are summed over the ranks, moments lie as their weight does.
+    Gradients are contiguous once they are summed over the ranks; moments have the strides of their weight.
     """
     return has_fused_adamw(weight.device) and weight.is_floating_point() and weight.is_contiguous()
 
@@ -112,14 +113,14 @@ def trainable_weights(policy: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
-    """The rate of one update of `updates`: a pure function, so there is no schedule to save or to lose."""
+    """The rate of one update of `updates`: a pure function, so no schedule has to be saved."""
     if update < config.warmup_updates:
         return config.learning_rate * (update + 1) / config.warmup_updates
     if config.schedule == "constant":
         return config.learning_rate
     progress = min(1.0, (update - config.warmup_updates) / max(1, updates - config.warmup_updates))
-    share = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
-    return config.learning_rate * share
+    factor = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
+    return config.learning_rate * factor
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
-"""One step's rollouts and advantages into new weights, in passes whose number cannot change the result.
-The loss of one pass, as its share of the loss of the whole step.
+"""The update: the loss of each pass, the gradient of the step summed over passes and ranks, the optimizer step.
+
+Every denominator is counted over the whole step, so the number of passes and ranks cannot change the gradient.
 """
 
 from __future__ import annotations
@@ -7,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,87 +22,87 @@ from groupwise.core.loss import (
     kl_to_reference,
     masked_sum,
     pairwise_ranking,
+    pairwise_weights,
     per_decision,
     policy_gradient,
-    ranking_pulls,
 )
 from groupwise.core.types import Advantages, Rollouts, Scores
-from groupwise.dist.comm import Comm
-from groupwise.memory.recovery import Retry, no_retry
 from groupwise.training.config import Config
+from groupwise.training.rollout import Round, rank_slice
+from groupwise.training.setup import Setup
 from groupwise.training.state import State, learning_rate, reserve_optimizer_memory
 from groupwise.workloads.base import Workload
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Counts over the whole step, all ranks: the only denominators there are."""
+    """Decisions and rollouts that are trained in the whole step, over all ranks: what the loss is divided by."""
 
     decisions: int
     rollouts: int
 
-    def of_rows(self, mask: Tensor, loss: LossConfig) -> Tensor:
+    def denominators(self, mask: Tensor, loss: LossConfig) -> Tensor:
         constant = loss.constant or 1.0
         counts = {"decisions": self.decisions, "rollouts": self.rollouts}
         return denominators(mask.cpu(), loss.denominator, **counts, constant=constant).to(mask.device)
 
 
 def loss_of_pass(
-    scored: Scores, rollouts: Rollouts, strengths: Tensor, totals: StepTotals, config: LossConfig
+    scores: Scores, rollouts: Rollouts, row_weights: Tensor, totals: StepTotals, config: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """This pass's share of the step's loss, and its named parts."""
+    """This pass's part of the step's loss, and its named terms."""
     mask = rollouts.mask
-    denominator = totals.of_rows(mask, config)
-    loss = _surrogate(scored, rollouts, strengths.to(scored.logp), denominator, config)
+    denominator = totals.denominators(mask, config)
+    loss = _surrogate(scores, rollouts, row_weights.to(scores.logp), denominator, config)
     parts: dict[str, Tensor] = {}
     if config.kl:
-        parts["kl"] = _kl(scored, mask, denominator, config)
+        parts["kl"] = _kl(scores, mask, denominator, config)
         loss = loss + config.kl * parts["kl"]
-    if config.entropy and scored.entropy is None:
+    if config.entropy and scores.entropy is None:
         raise UserError(_missing_score_field("entropy", config.entropy, "entropy"))
-    if scored.entropy is not None:
-        parts["entropy"] = masked_sum(scored.entropy, mask, denominator)
+    if scores.entropy is not None:
+        parts["entropy"] = masked_sum(scores.entropy, mask, denominator)
         loss = loss - config.entropy * parts["entropy"]
     return loss, {"loss": loss} | parts
 
 
 @torch.no_grad()
 def ratio_statistics(
-    scored: Scores, rollouts: Rollouts, strengths: Tensor, config: LossConfig
+    scores: Scores, rollouts: Rollouts, row_weights: Tensor, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """The ratio of every decision, and whether clipping holds it back."""
+    """The ratio of every decision, and whether it is clipped."""
     per_rollout = config.ratio == "rollout"
-    ratio = importance_ratio(scored.logp, rollouts.logp, rollouts.mask, per_rollout=per_rollout)
-    gains = per_decision(strengths.to(ratio))
-    held = ((ratio > 1 + config.clip_high) & (gains > 0)) | ((ratio < 1 - config.clip_low) & (gains < 0))
-    return ratio[rollouts.mask], held[rollouts.mask]
+    ratio = importance_ratio(scores.logp, rollouts.logp, rollouts.mask, per_rollout=per_rollout)
+    gains = per_decision(row_weights.to(ratio))
+    clipped = ((ratio > 1 + config.clip_high) & (gains > 0)) | ((ratio < 1 - config.clip_low) & (gains < 0))
+    return ratio[rollouts.mask], clipped[rollouts.mask]
 
 
-def _kl(scored: Scores, mask: Tensor, denominator: Tensor, config: LossConfig) -> Tensor:
+def _kl(scores: Scores, mask: Tensor, denominator: Tensor, config: LossConfig) -> Tensor:
     """In closed form where the workload knows it, else estimated from the log-probabilities."""
-    if scored.kl is not None:
-        return masked_sum(scored.kl, mask, denominator)
-    if scored.reference_logp is None:
+    if scores.kl is not None:
+        return masked_sum(scores.kl, mask, denominator)
+    if scores.reference_logp is None:
         raise UserError(_missing_score_field("kl", config.kl, "reference_logp"))
-    return kl_to_reference(scored.logp, scored.reference_logp, mask, denominator=denominator)
+    return kl_to_reference(scores.logp, scores.reference_logp, mask, denominator=denominator)
 
 
 def _surrogate(
-    scored: Scores, rollouts: Rollouts, strengths: Tensor, denominator: Tensor, config: LossConfig
+    scores: Scores, rollouts: Rollouts, row_weights: Tensor, denominator: Tensor, config: LossConfig
 ) -> Tensor:
     if config.kind == "clipped":
         return clipped_surrogate(
-            scored.logp,
+            scores.logp,
             rollouts.logp,
-            strengths,
+            row_weights,
             rollouts.mask,
             denominator=denominator,
             clip=(config.clip_low, config.clip_high),
             per_rollout=config.ratio == "rollout",
         )
-    # The pulls of a ranking are divided by the number of pairs already.
+    # The weights of a ranking are divided by the number of pairs already.
     shared = 1.0 if config.kind == "ranking" else denominator
-    return policy_gradient(scored.logp, strengths, rollouts.mask, denominator=shared)
+    return policy_gradient(scores.logp, row_weights, rollouts.mask, denominator=shared)
 
 
 def _missing_score_field(name: str, weight: float, field: str) -> str:
@@ -110,18 +110,8 @@ def _missing_score_field(name: str, weight: float, field: str) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
-    """The whole step's groups and rewards, and this rank's share of them."""
-
-    group_ids: Tensor
-    rewards: Tensor
-    advantages: Advantages
-    mine: slice
-
-
-@dataclass(frozen=True)
 class TrainingBatch:
-    """This rank's rows that can move something: their group has spread, their reward is there, they decided."""
+    """This rank's rows that contribute a gradient: a reward, a group with spread, an unmasked decision."""
 
     rollouts: Rollouts
     rows: Tensor
@@ -129,66 +119,69 @@ class TrainingBatch:
     totals: StepTotals
 
     def passes(self, workload: Workload, rows_per_pass: int) -> Iterator[tuple[Rollouts, Tensor]]:
-        """Cuts of the batch as the workload wants them, and the numbers of their rows in it."""
-        cuts = list(workload.passes(self.rollouts, rows_per_pass)) if len(self.rows) else []
-        every = torch.cat(cuts).sort().values if cuts else torch.arange(0)
-        if not torch.equal(every, torch.arange(len(self.rows))):
+        """The rollouts of each pass, as the workload splits them, and their row indices in this batch."""
+        passes = list(workload.passes(self.rollouts, rows_per_pass)) if len(self.rows) else []
+        all_rows = torch.cat(passes).sort().values if passes else torch.arange(0)
+        if not torch.equal(all_rows, torch.arange(len(self.rows))):
             raise UserError(
-                f"passes() of {type(workload).__name__} returned {len(every)} rows for {len(self.rows)}: every row must"
-                " be in exactly one pass."
+                f"passes() of {type(workload).__name__} returned {len(all_rows)} rows for {len(self.rows)}: every row"
+                " must be in exactly one pass."
             )
-        for rows in cuts:
+        for rows in passes:
             yield self.rollouts.select(rows), rows
 
 
-def update(
-    workload: Workload,
-    rollouts: Rollouts,
-    comparison: Comparison,
-    *,
-    state: State,
-    config: Config,
-    comm: Comm,
-    again: Retry = no_retry,
-) -> dict[str, float]:
-    """Change the policy `updates_per_rollout` times; nothing at all where no group has spread.
+def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, float]:
+    """Update the policy `updates_per_step` times; not at all where no group has spread.
 
-    `again` repeats what ran out of memory, in smaller pieces. Nothing that it repeats has changed a weight: what was
-    updated already is not undone.
+    What is retried after an out-of-memory error has changed no weight yet, so no update is ever undone.
     """
-    batch = again("update", _batch, rollouts, comparison, comm)
-    if not batch.totals.decisions:
+    retry = setup.recovery.retry_smaller
+    training = retry("update", select_rows, setup, batch, advantages)
+    if not training.totals.decisions:
         return {"trained_rollouts": 0.0}
     metrics: dict[str, float] = {}
-    for nth in range(config.optimizer.updates_per_rollout):
-        given: dict[str, Any] = {"state": state, "config": config, "comm": comm}
-        strengths, extra = again("update", _row_weights, workload, batch, comparison, **given, fresh=nth == 0)
-        metrics = again("update", accumulate_gradient, workload, batch, strengths, **given) | extra
-        metrics |= _apply(state, config, nth)
-    return metrics | {"trained_rollouts": float(batch.totals.rollouts)}
+    for update_index in range(setup.config.optimizer.updates_per_step):
+        first = update_index == 0
+        row_weights, extra = retry("update", _row_weights, setup, training, batch, advantages, first_update=first)
+        metrics = retry("update", accumulate_gradient, setup, training, row_weights) | extra
+        metrics |= _apply(setup.state, setup.config, update_index)
+    return metrics | {"trained_rollouts": float(training.totals.rollouts)}
 
 
-def accumulate_gradient(
-    workload: Workload, batch: TrainingBatch, strengths: Tensor, *, state: State, config: Config, comm: Comm
-) -> dict[str, float]:
+def select_rows(setup: Setup, batch: Round, advantages: Advantages) -> TrainingBatch:
+    """This rank's rows to train, and the totals over all ranks."""
+    comm, rollouts, rank_rows = setup.comm, batch.rollouts, rank_slice(batch, setup.comm)
+    if advantages.trained_mask is not None:
+        trained_mask = advantages.trained_mask[rank_rows].to(rollouts.mask.device)
+        rollouts = replace(rollouts, mask=rollouts.mask & trained_mask)
+    rows = (advantages.trained[rank_rows] & rollouts.mask.any(1).cpu()).nonzero().flatten()
+    with comm.fail_together("Selecting the rows to train"):
+        selected = rollouts.select(rows)
+    decisions, count = comm.sum(float(selected.mask.sum()), float(len(selected)))
+    return TrainingBatch(selected, rows, StepTotals(int(decisions), int(count)))
+
+
+def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tensor) -> dict[str, float]:
     """The gradient of the step's loss, summed over passes and ranks. Returns its metrics, averaged over the step."""
+    config, comm, state, workload = setup.config, setup.comm, setup.state, setup.workload
     state.optimizer.zero_grad(set_to_none=True)
-    sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_share"), 0.0)
+    sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_fraction"), 0.0)
     highest, lowest = -math.inf, math.inf
-    now = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
+    loss_config = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
     with comm.fail_together(f"score() of {type(workload).__name__}"):
-        for part, rows in batch.passes(workload, state.cut.rows_per_pass):
-            scored = workload.score(part)
-            loss, parts = loss_of_pass(scored, part, strengths[rows], batch.totals, now)
+        for part, rows in training.passes(workload, state.row_limits["rows_per_pass"]):
+            scores = workload.score(part)
+            loss, terms = loss_of_pass(scores, part, row_weights[rows], training.totals, loss_config)
             loss.backward()
-            ratio, held = ratio_statistics(scored, part, strengths[rows], config.loss)
-            parts["ratio_mean"] = ratio.sum() / batch.totals.decisions
-            parts["clip_share"] = held.sum() / batch.totals.decisions
-            for name, value in parts.items():
+            ratio, clipped = ratio_statistics(scores, part, row_weights[rows], config.loss)
+            terms["ratio_mean"] = ratio.sum() / training.totals.decisions
+            terms["clip_fraction"] = clipped.sum() / training.totals.decisions
+            for name, value in terms.items():
                 sums[name] += value.item()
             highest, lowest = max(highest, ratio.max().item()), min(lowest, ratio.min().item())
     comm.sum_gradients(state.trainable)
-    with comm.fail_together("Making room for the optimizer"):
+    with comm.fail_together("Reserving memory for the optimizer"):
         reserve_optimizer_memory(state)
     metrics = dict(zip(sums, comm.sum(*sums.values()), strict=True))
     highest, negative_lowest = comm.max(highest, -lowest)
@@ -197,66 +190,48 @@ def accumulate_gradient(
 
 def _drop_inactive_metrics(metrics: dict[str, float], config: Config) -> dict[str, float]:
     """Without what is switched off: a zero would look like a measurement."""
-    idle = set() if config.loss.kl else {"kl"}
-    idle |= set() if metrics["entropy"] else {"entropy"}
-    idle |= set() if config.loss.kind == "clipped" else {"clip_share"}
-    return {name: value for name, value in metrics.items() if name not in idle}
-
-
-def _batch(rollouts: Rollouts, comparison: Comparison, comm: Comm) -> TrainingBatch:
-    if comparison.advantages.trained_mask is not None:
-        own = comparison.advantages.trained_mask[comparison.mine]
-        rollouts = replace(rollouts, mask=rollouts.mask & own.to(rollouts.mask.device))
-    trained = comparison.advantages.trained[comparison.mine] & rollouts.mask.any(1).cpu()
-    rows = trained.nonzero().flatten()
-    with comm.fail_together("Selecting the rows to train"):
-        kept = rollouts.select(rows)
-    decisions, count = comm.sum(float(kept.mask.sum()), float(len(kept)))
-    return TrainingBatch(kept, rows, StepTotals(int(decisions), int(count)))
+    inactive = set() if config.loss.kl else {"kl"}
+    inactive |= set() if metrics["entropy"] else {"entropy"}
+    inactive |= set() if config.loss.kind == "clipped" else {"clip_fraction"}
+    return {name: value for name, value in metrics.items() if name not in inactive}
 
 
 def _row_weights(
-    workload: Workload,
-    batch: TrainingBatch,
-    comparison: Comparison,
-    *,
-    state: State,
-    config: Config,
-    comm: Comm,
-    fresh: bool,
+    setup: Setup, training: TrainingBatch, batch: Round, advantages: Advantages, *, first_update: bool
 ) -> tuple[Tensor, dict[str, float]]:
-    """How hard each row of the batch is pushed: its advantage, or its pull in the ranking of its group.
+    """The weight of each row's log-probability in the loss: its advantage, or its weight in the ranking of its group.
 
-    The ranking depends on the siblings' present log-probabilities, which are the sampled ones before the first update.
-    Rows outside the batch make no pair: their group has no spread, their reward is missing, or they decided nothing.
+    The ranking depends on the current log-probabilities of the whole group; before the first update these are the
+    sampled ones. Rows that are not trained make no pair.
     """
-    if config.loss.kind != "ranking":
-        return comparison.advantages.values[comparison.mine][batch.rows], {}
-    mine = torch.full((comparison.mine.stop - comparison.mine.start,), torch.nan, dtype=torch.float64)
-    mine[batch.rows] = _logp_of_rows(workload, batch, state.cut.rows_per_pass, comm, fresh=fresh)
-    everyone = comm.gather(mine)
-    rewards = comparison.rewards.double().masked_fill(everyone.isnan(), torch.nan)
-    logp, pairs = everyone.nan_to_num(nan=0.0), max(1, count_pairs(rewards, comparison.group_ids))
-    loss = pairwise_ranking(logp, rewards, comparison.group_ids, denominator=float(pairs))
-    pulls = ranking_pulls(logp, rewards, comparison.group_ids) / pairs
-    return pulls[comparison.mine][batch.rows], {"ranking_loss": loss.item()}
+    comm, rank_rows = setup.comm, rank_slice(batch, setup.comm)
+    if setup.config.loss.kind != "ranking":
+        return advantages.values[rank_rows][training.rows], {}
+    rank_logp = torch.full((len(batch.rollouts),), torch.nan, dtype=torch.float64)
+    rank_logp[training.rows] = _logp_of_rows(setup, training, first_update=first_update)
+    all_logp = comm.gather(rank_logp)
+    rewards = batch.rewards.total.double().masked_fill(all_logp.isnan(), torch.nan)
+    logp, pairs = all_logp.nan_to_num(nan=0.0), max(1, count_pairs(rewards, batch.group_ids))
+    loss = pairwise_ranking(logp, rewards, batch.group_ids, denominator=float(pairs))
+    weights = pairwise_weights(logp, rewards, batch.group_ids) / pairs
+    return weights[rank_rows][training.rows], {"ranking_loss": loss.item()}
 
 
 @torch.no_grad()
-def _logp_of_rows(workload: Workload, batch: TrainingBatch, rows_per_pass: int, comm: Comm, *, fresh: bool) -> Tensor:
-    """Log-probability of each row as a whole, under the present weights."""
-    logp = batch.rollouts.logp.clone()
-    if not fresh:
-        with comm.fail_together(f"score() of {type(workload).__name__}"):
-            for part, rows in batch.passes(workload, rows_per_pass):
+def _logp_of_rows(setup: Setup, training: TrainingBatch, *, first_update: bool) -> Tensor:
+    """Log-probability of each row as a whole, under the current weights."""
+    workload, logp = setup.workload, training.rollouts.logp.clone()
+    if not first_update:
+        with setup.comm.fail_together(f"score() of {type(workload).__name__}"):
+            for part, rows in training.passes(workload, setup.state.row_limits["rows_per_pass"]):
                 logp[rows] = workload.score(part).logp.to(logp)
-    return logp.masked_fill(~batch.rollouts.mask, 0).sum(1).cpu().double()
+    return logp.masked_fill(~training.rollouts.mask, 0).sum(1).cpu().double()
 
 
-def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
+def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
     """One optimizer step on the summed gradient."""
-    done = state.step * config.optimizer.updates_per_rollout + nth
-    rate = learning_rate(config.optimizer, done, config.updates)
+    updates = state.step * config.optimizer.updates_per_step + update_index
+    rate = learning_rate(config.optimizer, updates, config.updates)
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     limit = config.optimizer.max_grad_norm
@@ -267,7 +242,7 @@ def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
             " overflow in the policy, a log-probability of an impossible decision, or a learning rate that is too high"
             f" (optimizer.learning_rate is {config.optimizer.learning_rate})."
         )
-    state.updates += 1  # first: a step that breaks off has changed some weights, and must not be saved as complete
+    state.updates += 1  # first: an update that fails midway has changed some weights and must not be saved as complete
     state.optimizer.step()
     if not _all_finite(state.trainable):
         raise UserError(
@@ -275,12 +250,12 @@ def _apply(state: State, config: Config, nth: int) -> dict[str, float]:
             f" {rate:g}) and resume from the last checkpoint."
         )
     if state.ema:
-        state.ema.follow(state.policy)
+        state.ema.update(state.policy)
     return {"grad_norm": norm.item(), "learning_rate": rate}
 
 
 def _all_finite(weights: list[torch.nn.Parameter]) -> bool:
-    """A finite norm says so in one pass that takes no memory. Any other may have overflowed: then each is looked at."""
+    """A finite norm proves it in one pass without extra memory. Any other norm may have overflowed: check each."""
     if torch.nn.utils.get_total_norm(weights).isfinite():
         return True
     return all(bool(weight.isfinite().all()) for weight in weights)

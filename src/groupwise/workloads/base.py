@@ -1,5 +1,6 @@
-"""The protocol between the loop and what it trains. Torch is named here but not imported: configs stay light.
-What a workload has to say about a finished run. No torch here.
+"""Workload (what training needs), Reporter (what people see), WorkloadConfig and EvaluationReport.
+
+Torch is imported for type checking only, so that configs load without it.
 """
 
 from __future__ import annotations
@@ -62,19 +63,15 @@ class Workload(ABC):
     """Size of the dataset."""
     reporter: Reporter = Reporter()
     """What people see; replaced by workloads that have more to say."""
-    stage_rows: Mapping[str, int] = {}
-    """Rows taken at a time in a stage ('rollout', 'reward', 'update', 'evaluation') for which the workload has a knob
-    of its own, such as decode_rows: set it in __init__, read it on every call. Replaced by half when memory runs out
-    there, down to 1; after that fewer groups come to `rewards`, or fewer rows a pass to the others."""
-    shrinkable: Mapping[str, int] = {}
-    """Sizes that change the result, such as the longest completion: set and read likewise. Replaced by half when memory
-    runs out at one row, but only those that the user allowed by name (--may-shrink)."""
+    row_limits: Mapping[str, int] = {}
+    """The workload's own limits on rows processed at once: decode_rows (rollout), encode_rows (rewards), eval_rows
+    (evaluation). Set them in __init__, read them on every call: they are halved when memory runs out in their stage."""
 
     @abstractmethod
     def rollout(self, rows: RolloutRows) -> Rollouts:
-        """Try each row's condition once, without gradient, taking random numbers from `rows` only.
+        """Roll out each row's condition once, without gradient, with random numbers from `rows` only.
 
-        The rows come back in the same order. A row's outcome must not depend on its neighbours; `rows.passes()` splits
+        The result has the same row order. A row's outcome must not depend on the other rows; `rows.passes()` splits
         them where memory matters.
         """
 
@@ -82,8 +79,8 @@ class Workload(ABC):
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
         """One number a row for every named reward, NaN where it is missing.
 
-        A row's rewards may depend on the other members of its group, never on other groups: when memory runs out, fewer
-        groups come at a time.
+        A row's rewards may depend on the other members of its group, never on other groups: when memory runs out, a
+        call gets fewer groups.
         """
 
     @abstractmethod
@@ -100,34 +97,35 @@ class Workload(ABC):
         return torch.arange(len(rollouts)).split(rows_per_pass)
 
     def evaluate(self) -> Mapping[str, float]:
-        """Named metrics on held-out data. Runs alike on every rank; the policy may hold EMA weights meanwhile."""
+        """Named metrics on held-out data, the same on every rank. The policy holds the EMA weights if there are any."""
         return {}
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
-        """JSON files that every checkpoint holds too: what is needed to use the policy without this workload. A run
-        whose files differ is not continued.
+        """JSON files that every checkpoint holds: what is needed to use the policy without this workload.
+
+        A run whose files differ from its checkpoint's is not resumed.
         """
         return {}
 
 
 @dataclass(frozen=True)
 class WorkloadConfig:
-    """The settings of a workload. Subclass it beside the workload and import the heavy parts inside `build`."""
+    """The settings of a workload. Subclass it beside the workload and import torch inside `build`."""
 
     def build(self, device: torch.device) -> Workload:
-        """The workload itself, its policy on the device; the same on every rank."""
+        """The workload, its policy on the device; the same on every rank."""
         raise NotImplementedError(f"{type(self).__name__} must define build(device)")
 
     def for_resume(self, checkpoint: Path) -> Self:
-        """The same settings to go on from a checkpoint: what would be made anew may be taken from its files."""
+        """The same settings for resuming from a checkpoint: what would be computed again may be read from its files."""
         return self
 
     def memory_model(self) -> MemoryModel | None:
-        """What is known of this workload's memory without building it, in integers; None where nothing is."""
+        """The workload's memory in integers, without building it; None where it is not known."""
         return None
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        """Highest bytes of the stages ('rollout', 'update'), by following the real code with fake tensors."""
+        """Peak bytes of the stages ('rollout', 'update'), by running the real code on fake tensors."""
         raise UserError(
             f"{type(self).__name__} has no trace of its memory (its method trace_memory(spec)). `--probe` runs a"
             " real step."
@@ -136,11 +134,11 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table for the screen: all cells are text."""
+    """A table for the terminal: all cells are text."""
 
     title: str
     columns: Sequence[str]
-    """The first is set to the left, the others to the right."""
+    """The first is aligned left, the others right."""
     rows: Sequence[Sequence[str]]
     note: str = ""
 

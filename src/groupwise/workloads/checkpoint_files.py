@@ -1,4 +1,4 @@
-"""Checkpoints as files: found, checked, and read by the loop and by what uses a trained policy without one."""
+"""Find, verify and read a checkpoint folder. Used by training, export and serving."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from groupwise.core.errors import UserError
 
 METADATA_FILE = "checkpoint.json"
-WEIGHTS, AVERAGED_WEIGHTS = "policy.safetensors", "ema.safetensors"
+WEIGHTS, EMA_WEIGHTS = "policy.safetensors", "ema.safetensors"
 
 
 def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint that is whole; every damaged one passed over is warned about."""
+    """The newest checkpoint without errors; warns of every damaged one that is newer."""
     for path in newest_first(folder):
-        found = next(checkpoint_errors(path), None)
-        if found is None:
+        error = next(checkpoint_errors(path), None)
+        if error is None:
             return path
-        warn(f"Checkpoint {path} is damaged ({found}); trying the one before it.")
+        warn(f"Checkpoint {path} is damaged ({error}); trying the one before it.")
     if any(folder.glob("step-*")):
         raise UserError(
             f"Every checkpoint in {folder} is damaged, so there is nothing to resume from. Restore one from a backup,"
-            " or start anew with another --run-dir."
+            " or start a new run with another --run-dir."
         )
     return None
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    meta: dict[str, Any] = json.loads((path / METADATA_FILE).read_text())
-    return meta
+def read_metadata(path: Path) -> dict[str, Any]:
+    metadata: dict[str, Any] = json.loads((path / METADATA_FILE).read_text())
+    return metadata
 
 
 def newest_first(folder: Path) -> list[Path]:
@@ -42,18 +42,19 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def metadata_hash(meta: Mapping[str, Any]) -> str:
-    """Of everything in the description but this hash itself."""
-    rest = {**meta, "sha256": {name: value for name, value in meta["sha256"].items() if name != METADATA_FILE}}
+def metadata_hash(metadata: Mapping[str, Any]) -> str:
+    """Hash of all metadata but the hash itself."""
+    hashes = {name: value for name, value in metadata["sha256"].items() if name != METADATA_FILE}
+    rest = {**metadata, "sha256": hashes}
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def checkpoint_errors(path: Path) -> Iterator[str]:
-    """What is wrong with a checkpoint, if anything."""
+    """Why a checkpoint cannot be used, if it cannot."""
     try:
-        meta = read_meta(path)
-        hashes = dict(meta["sha256"])
-        if hashes.pop(METADATA_FILE) != metadata_hash(meta) or meta["step"] != step_of(path):
+        metadata = read_metadata(path)
+        hashes = dict(metadata["sha256"])
+        if hashes.pop(METADATA_FILE) != metadata_hash(metadata) or metadata["step"] != step_of(path):
             yield f"{METADATA_FILE} is not what was written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         yield f"{METADATA_FILE} cannot be read: {error}"

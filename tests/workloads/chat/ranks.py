@@ -13,7 +13,8 @@ import torch
 
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
-from groupwise.training.loop import generate_rollouts, training_steps
+from groupwise.training.loop import training_steps
+from groupwise.training.rollout import generate_rollouts
 from groupwise.training.run import set_up
 from workloads.chat.tiny import recipe
 
@@ -32,10 +33,10 @@ def outcome(
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
     rows = placed.rows_of(setup.comm.rank)
-    said = [completion.ids for completion in generate_rollouts(setup.workload, placed, setup.comm).data["completion"]]
+    said = [completion.ids for completion in generate_rollouts(setup, placed).data["completion"]]
     keys = zip(rows.group.tolist(), rows.member.tolist(), said, strict=True)
     everything = {(group, member): ids for group, member, ids in setup.comm.gather_objects(list(keys))}
-    steps = list(training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm))
+    steps = list(training_steps(setup))
     gradient = torch.cat([parameter.grad.flatten() for parameter in setup.workload.policy.parameters()])
     metrics = {name: steps[-1].metrics[name] for name in FIGURES}
     return {"said": everything, "gradient": gradient, "metrics": metrics, "ranks": setup.comm.ranks}

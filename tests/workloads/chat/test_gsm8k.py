@@ -7,7 +7,7 @@ import pytest
 from processes import start
 
 from groupwise.cli.main import main
-from groupwise.training.run_folder import read_jsonl
+from groupwise.core.files import read_jsonl
 from workloads.chat.tiny import save_model, write_lines
 
 LINES = [

@@ -12,9 +12,9 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.errors import UserError
+from groupwise.core.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.training.config import differing_fields, to_dict
-from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.chat.config import ChatEvalConfig, JudgeConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload

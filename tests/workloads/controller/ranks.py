@@ -12,7 +12,8 @@ import torch
 
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
-from groupwise.training.loop import generate_rollouts, training_steps
+from groupwise.training.loop import training_steps
+from groupwise.training.rollout import generate_rollouts
 from groupwise.training.run import set_up
 from workloads.controller.small import recipe
 
@@ -23,10 +24,10 @@ def outcome(placement: str) -> dict[str, object]:
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
     rows = placed.rows_of(setup.comm.rank)
-    rollouts = generate_rollouts(setup.workload, placed, setup.comm)
+    rollouts = generate_rollouts(setup, placed)
     order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
     choices = setup.comm.gather(rollouts.data["choices"])[order]
-    for _ in training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm):
+    for _ in training_steps(setup):
         pass
     weights = torch.cat([parameter.detach().flatten() for parameter in setup.workload.policy.parameters()])
     return {"choices": choices, "weights": weights, "ranks": setup.comm.ranks}

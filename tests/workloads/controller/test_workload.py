@@ -12,9 +12,9 @@ from processes import TESTS, on_ranks
 from torch.testing import assert_close
 
 import groupwise as gw
+from groupwise.core.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
-from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.evaluate.exact import best_reward, expected_reward, reward_of_configurations

@@ -15,7 +15,8 @@ from groupwise.core.placement import place
 from groupwise.core.reward import weigh
 from groupwise.dist.comm import connect, disconnect, exit_now
 from groupwise.recipes.flow_recam import recipe as recam
-from groupwise.training.loop import compute_rewards, gather_group_ids, generate_rollouts, training_steps
+from groupwise.training.loop import training_steps
+from groupwise.training.rollout import compute_rewards, gather_group_ids, generate_rollouts
 from groupwise.training.run import set_up
 from workloads.flow.small import SmallConfig
 
@@ -37,13 +38,13 @@ def outcome(placement: str) -> dict[str, object]:
     )
     setup = set_up(config)
     comm, placed = setup.comm, place(setup.shape, seed=config.seed, step=0)
-    rollouts = generate_rollouts(setup.workload, placed, comm)
+    rollouts = generate_rollouts(setup, placed)
     ids = gather_group_ids(rollouts, placed, comm)
-    rewards = weigh(compute_rewards(setup.workload, rollouts, comm), config.reward)
+    rewards = weigh(compute_rewards(setup, rollouts), config.reward)
     advantages = compute_advantages(rewards, ids, config.advantage)
     order = (placed.group * config.group_size + placed.member).argsort()
     latents = comm.gather(rollouts.data["latents"].flatten(1))
-    for _ in training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=comm):
+    for _ in training_steps(setup):
         pass
     weights = torch.cat([parameter.detach().flatten() for parameter in setup.workload.policy.parameters()])
     return {

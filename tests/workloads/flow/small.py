@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tiny.wan import tiny_camera_transformer
 from torch import Tensor
 
 import groupwise as gw
@@ -16,7 +17,6 @@ from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowCon
 from groupwise.workloads.flow.task import FlowTask
 from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from groupwise.workloads.flow.tasks.plane.task import plane_conditions
-from tiny.wan import tiny_camera_transformer
 
 CPU = torch.device("cpu")
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.training.run_folder import read_jsonl
+from groupwise.core.files import read_jsonl
 from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from workloads.flow.small import SmallConfig, recipe
 
@@ -61,7 +61,7 @@ def plenty(tmp_path_factory):
 @pytest.mark.parametrize("step_rewards", [False, True])
 def test_fewer_clips_are_decoded_at_a_time(tmp_path, plenty, step_rewards):
     metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=8, step_rewards=step_rewards))
-    assert [entry["out_of_memory"] for entry in metrics] == [2, 0]
+    assert [entry["oom_retries"] for entry in metrics] == [2, 0]
     assert [entry["rows_per_reward_pass"] for entry in metrics] == [2, 2]
     assert {entry["rows_per_pass"] for entry in metrics} == {4}
     assert "reward_rows" not in metrics[0]
@@ -74,7 +74,7 @@ def test_fewer_clips_are_decoded_at_a_time(tmp_path, plenty, step_rewards):
 def test_then_fewer_groups_are_judged_at_a_time(tmp_path, plenty):
     metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=2, judged=4))
     # 2 -> 1 in vain, then 16 -> 8 -> 4: one group
-    assert [entry["out_of_memory"] for entry in metrics] == [3, 0]
+    assert [entry["oom_retries"] for entry in metrics] == [3, 0]
     assert [(entry["rows_per_reward_pass"], entry["reward_rows"]) for entry in metrics] == [(1, 4)] * 2
     for name, weight in weights.items():
         assert_close(weight, plenty[1][name], rtol=0, atol=1e-5)

@@ -125,7 +125,7 @@ def test_a_service_that_is_down_is_missing_too():
 
 
 def test_single_missing_rewards_are_counted(address):
-    rewards = weigh(asked(f"{address}/some"), gw.RewardConfig(max_missing_share=0.5))
+    rewards = weigh(asked(f"{address}/some"), gw.RewardConfig(max_missing_fraction=0.5))
     assert rewards.missing == 1
     assert rewards.total[1:].tolist() == [0.5, 0.5]
 

@@ -10,10 +10,10 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.advantage import compute_advantages
+from groupwise.core.files import read_jsonl
 from groupwise.core.groups import check_groups
 from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
-from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, window_at
 from groupwise.workloads.flow.sampling.steppers import residual_chi2

@@ -23,7 +23,7 @@ from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_pol
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
 from groupwise.workloads.chat.tasks.arithmetic.task import Split, rows
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
-from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 
 ASSET = Path(__file__).parent / "tasks" / "arithmetic" / "asset"
 _EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
@@ -129,7 +129,7 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 @torch.no_grad()
 def _fill(policy: LanguageModelPolicy, checkpoint: Path) -> None:
-    averaged = checkpoint / AVERAGED_WEIGHTS
+    averaged = checkpoint / EMA_WEIGHTS
     own = dict(policy.named_parameters())
     for name, tensor in load_file(averaged if averaged.is_file() else checkpoint / WEIGHTS).items():
         if name in own:

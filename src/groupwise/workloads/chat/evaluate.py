@@ -97,7 +97,7 @@ def sample_and_grade(
         condition=of_row,
     )
     sampling = replace(workload.sampling, temperature=0.0) if greedy else workload.sampling
-    decode_rows = min(workload.stage_rows.values())  # what was too much for a rollout is not tried here
+    decode_rows = min(workload.row_limits["decode_rows"], workload.row_limits["eval_rows"])
     rollouts = workload.complete(prompts, rows, sampling, decode_rows=decode_rows)
     terms = workload.judged(prompts, rollouts).per_rollout
     first = next(iter(terms.values()))

@@ -84,7 +84,7 @@ def report(workload: ChatWorkload) -> EvaluationReport | None:
     greedy = {TRAINED: sample_and_grade(workload, prompts, samples=1, greedy=True)}
     if config.baseline:
         before = untrained(workload)
-        before.stage_rows, before.shrinkable = workload.stage_rows, workload.shrinkable
+        before.row_limits = workload.row_limits
         exams = {UNTRAINED: (before, sample_and_grade(before, prompts, samples=config.report_samples)), **exams}
         greedy[UNTRAINED] = sample_and_grade(before, prompts, samples=1, greedy=True)
     metrics = {

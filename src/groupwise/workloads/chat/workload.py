@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
@@ -46,16 +46,11 @@ class ChatWorkload(Workload):
         self.parts, self.config = parts, config
         self.policy = parts.policy
         self.num_conditions = len(parts.training)
-        self.stage_rows = {"rollout": config.decode_rows, "evaluation": config.decode_rows}
-        self.shrinkable = {"max_new_tokens": parts.sampling.max_new_tokens}
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """As set, unless completions had to become shorter."""
-        return replace(self.parts.sampling, max_new_tokens=self.shrinkable["max_new_tokens"])
+        self.sampling = parts.sampling
+        self.row_limits = {"decode_rows": config.decode_rows, "eval_rows": config.decode_rows}
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
-        return self.complete(self.parts.training, rows, self.sampling, decode_rows=self.stage_rows["rollout"])
+        return self.complete(self.parts.training, rows, self.sampling, decode_rows=self.row_limits["decode_rows"])
 
     def complete(
         self, prompts: PromptSet, rows: RolloutRows, sampling: SamplingParams, *, decode_rows: int

@@ -49,7 +49,7 @@ class ControllerWorkload(Workload):
         self.policy = ControllerNetwork(features.width, self.options, seed=config.policy_seed).to(device)
         self.controller = Controller(self.policy, features, device)
         self.introduce(every)
-        self.stage_rows = {"evaluation": config.eval_rows_per_pass}
+        self.row_limits = {"eval_rows": config.eval_rows_per_pass}
 
     def introduce(self, questions: Sequence[Question]) -> None:
         """Let questions about one picture be looked at together, if their answers are there already."""
@@ -105,7 +105,7 @@ class ControllerWorkload(Workload):
 
     def _greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
         found = []
-        for rows in torch.arange(len(self.held_out)).split(self.stage_rows["evaluation"]):
+        for rows in torch.arange(len(self.held_out)).split(self.row_limits["eval_rows"]):
             decided = self.controller.decide(self.held_out, rows, greedy_option)
             questions, choices = self.held_out.question_of(rows), decided.choices
             said = self.answer(questions, choices, decided.prefix)

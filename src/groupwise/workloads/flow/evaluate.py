@@ -34,7 +34,7 @@ def generate_held_out(workload: FlowWorkload, indices: Tensor) -> Tensor:
     """Clips of these held-out conditions under the current policy, `eval_rows_per_pass` at a time."""
     config, steps = workload.config, workload.config.sampling.num_inference_steps
     denoiser = Denoiser(config.sampling, workload.latent_shape, range(steps, steps), workload.device)
-    rows_per_pass = workload.stage_rows["evaluation"]
+    rows_per_pass = workload.row_limits["eval_rows"]
     rows = RolloutRows(config.eval_seed, 0, rows_per_pass, indices, torch.zeros_like(indices), indices)
     clips = []
     for part in rows.passes():

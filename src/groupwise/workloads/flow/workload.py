@@ -39,7 +39,7 @@ class FlowWorkload(Workload):
             enable_gradient_checkpointing(self.policy)
         self.conditioning = ConditioningCache(self.model, task.conditions, **limits)
         self.held_out_conditioning = ConditioningCache(self.model, task.held_out, **limits)
-        self.stage_rows = {"reward": config.encode_rows_per_pass, "evaluation": config.eval_rows_per_pass}
+        self.row_limits = {"encode_rows": config.encode_rows_per_pass, "eval_rows": config.eval_rows_per_pass}
 
     def _check_conditions(self) -> None:
         check_latent_shape(self.model.condition_spec)
@@ -100,7 +100,7 @@ class FlowWorkload(Workload):
         """The clean latents predicted after each sampled step, under the policy that sampled it."""
         denoiser = self._scoring_denoiser()
         parts = []
-        for rows in torch.arange(len(rollouts)).split(self.stage_rows["reward"]):
+        for rows in torch.arange(len(rollouts)).split(self.row_limits["encode_rows"]):
             data = rollouts.select(rows).data
             velocity = self.velocity(self.conditioning, data["condition"])
             following = data["window_latents"].unbind(1)[1:]
@@ -142,7 +142,7 @@ class FlowWorkload(Workload):
         )
 
     def decode(self, latents: Tensor) -> Tensor:
-        return torch.cat([self.model.decode(part) for part in latents.split(self.stage_rows["reward"])])
+        return torch.cat([self.model.decode(part) for part in latents.split(self.row_limits["encode_rows"])])
 
     def evaluate(self) -> Mapping[str, float]:
         return evaluate_held_out(self)

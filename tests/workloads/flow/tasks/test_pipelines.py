@@ -7,9 +7,9 @@ import torch
 from torch.testing import assert_close
 
 import groupwise as gw
+from groupwise.core.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.recipes import load_recipe
-from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.flow.data import read_conditions
 from workloads.flow.small import CPU
 from workloads.flow.tiny_pipelines import pictures, recam

@@ -41,7 +41,7 @@ def evaluate_controller(workload: ControllerWorkload) -> EvaluationReport:
     choose = build_evaluation_set(workload, task.choose() if task.choose else task.held_out)
     exam = build_evaluation_set(workload, task.test())
     servers = controllers(workload)
-    chosen = choices(servers, choose, exam, rows_per_pass=workload.stage_rows["evaluation"])
+    chosen = choices(servers, choose, exam, rows_per_pass=workload.row_limits["eval_rows"])
     clock = AnswerTimer(task, exam, servers)
     wanted = max(config.timed_answers, config.timed_answers_of_others)
     found = EvaluationResults(exam, chosen, clock, tuple(servers), sample_questions(exam, wanted), config)

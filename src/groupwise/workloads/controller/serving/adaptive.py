@@ -18,7 +18,7 @@ from groupwise.core.errors import UserError, require
 from groupwise.dist.process import keep_heap_memory
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import EstimatedLatency, Timing
-from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 from groupwise.workloads.controller.conditions import Conditions, build_conditions, relative_budgets
 from groupwise.workloads.controller.latency.estimates import (
     KnobLatencyEstimator,
@@ -107,7 +107,7 @@ class AdaptiveModel:
                 f"The run {run} has trained no controller that can be used by itself: {found.name} has no {CONFIG}."
                 " Name a run of `groupwise train controller`; a task of your own needs a `source`."
             )
-        averaged = found / AVERAGED_WEIGHTS
+        averaged = found / EMA_WEIGHTS
         weights = averaged if averaged.is_file() else found / WEIGHTS
         return cls._from(found, weights, model, estimator, estimator_anyway)
 

@@ -49,23 +49,21 @@ class EatsInBackward(torch.autograd.Function):
 
 class HungryReporter(gw.Reporter):
     def describe_rollouts(self, rollouts: gw.Rollouts) -> list[dict]:
-        columns = zip(rollouts.data["choices"].tolist(), rollouts.data["length"].tolist(), strict=True)
-        return [{"choices": choices, "length": length} for choices, length in columns]
+        return [{"choices": choices} for choices in rollouts.data["choices"].tolist()]
 
 
 class HungryWorkload(TinyWorkload):
-    reporter = HungryReporter()
-
     """Eats in one stage, from one step on."""
+
+    reporter = HungryReporter()
 
     def __init__(self, config: HungryConfig, device: torch.device):
         super().__init__(config, device)
         self.step = -1
         if config.own_rows:
-            self.stage_rows = {"rollout": config.own_rows}
+            self.row_limits = {"decode_rows": config.own_rows}
         if config.stage == "evaluation":
-            self.stage_rows = {"evaluation": 16}
-        self.shrinkable = {"length": 8}
+            self.row_limits = {"eval_rows": 16}
         if config.stage == "optimizer":
             # 128 MiB of weight, as much of gradient and of what is added to it fit into 512, and what the thread of the
             # backward pass claims (72); AdamW's two moments do not
@@ -77,7 +75,7 @@ class HungryWorkload(TinyWorkload):
 
     def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         self.step = rows.step
-        rows = replace(rows, rows_per_pass=self.stage_rows.get("rollout", rows.rows_per_pass))
+        rows = replace(rows, rows_per_pass=self.row_limits.get("decode_rows", rows.rows_per_pass))
         return concatenate_rollouts([self._rollout(part) for part in rows.passes()])
 
     def _rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
@@ -85,8 +83,7 @@ class HungryWorkload(TinyWorkload):
             eat(len(rows))
         if self.hungry("hopeless"):
             eat(8)
-        found, length = super().rollout(rows), torch.full((len(rows),), self.shrinkable["length"])
-        return replace(found, data={**found.data, "length": length})
+        return super().rollout(rows)
 
     def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
         if self.hungry("rewards"):
@@ -100,8 +97,6 @@ class HungryWorkload(TinyWorkload):
         scored = super().score(rollouts)
         if self.hungry("forward"):
             eat(len(rollouts))
-        if self.hungry("length"):
-            eat(self.shrinkable["length"])
         if self.hungry("backward"):
             scored = replace(scored, logp=EatsInBackward.apply(scored.logp))
         if self.config.stage == "optimizer":
@@ -112,7 +107,7 @@ class HungryWorkload(TinyWorkload):
         if self.hungry("evaluation at once"):
             eat(8)
         if self.hungry("evaluation"):
-            for part in torch.arange(CONDITIONS).split(self.stage_rows["evaluation"]):
+            for part in torch.arange(CONDITIONS).split(self.row_limits["eval_rows"]):
                 eat(len(part))
         return super().evaluate()
 
@@ -130,7 +125,7 @@ class HungryConfig(TinyConfig):
 def config_for(stage: str, folder: Path, **changes) -> gw.Config:
     base = recipe()
     run = replace(base.run, run_dir=folder, samples_per_step=32, **changes.pop("run", {}))
-    optimizer = replace(changes.pop("optimizer", base.optimizer), ema_decay=None)
+    optimizer = replace(base.optimizer, ema_decay=None)
     workload = HungryConfig(stage=stage, **changes.pop("workload", {}))
     return replace(base, workload=workload, run=run, rows_per_pass=8, optimizer=optimizer, **changes)
 
@@ -158,12 +153,6 @@ def runs(folder: Path) -> dict[str, gw.Config]:
     last = {"from_step": 5}
     found["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
     found["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
-    once = replace(recipe().optimizer, updates_per_rollout=1)
-    allowed = quiet | {"may_shrink": ("length",)}
-    found["shrunk"] = config_for("length", folder / "shrunk", workload=late, run=allowed, optimizer=once, steps=4)
-    longer = {"run": allowed | {"resume": True}, "optimizer": once, "steps": 6}
-    found["shrunk, resumed"] = config_for("length", folder / "shrunk", workload=late, **longer)
-    found["grown"] = config_for("forward", folder / "grown", run=quiet | {"grow_after": 2}, steps=8)
     return found
 
 

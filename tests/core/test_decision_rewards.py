@@ -60,7 +60,7 @@ def test_names_are_checked_and_statistics_told():
         rewards(other=1.0)
     told = term_statistics(gw.RewardTerms({"outcome": OUTCOME}, per_decision={"step": STEPS}))
     assert told["reward/step"] == pytest.approx(3 / 7)
-    assert told["reward/step/missing_share"] == pytest.approx(1 / 8)
+    assert told["reward/step/missing_fraction"] == pytest.approx(1 / 8)
 
 
 def test_a_divergence_in_closed_form_takes_the_place_of_the_estimate():
