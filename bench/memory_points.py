@@ -151,10 +151,10 @@ class Flow:
         return FlowMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
 
     def made(self, fake: bool) -> Made:
-        from groupwise.workloads.flow.config import TrainConfig
+        from groupwise.workloads.flow.config import TrainedPartsConfig
         from groupwise.workloads.flow.trace import fake_transformer, followed_rollout, stages_of
 
-        train = TrainConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
+        train = TrainedPartsConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
         transformer = fake_transformer(self.sizes, train, fake=fake)
         found = stages_of(transformer, self.planned(), self.job(), fake=fake)
         follow = partial(followed_rollout, transformer, found)

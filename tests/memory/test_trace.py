@@ -119,14 +119,16 @@ CLIPS += [("all", 2, {"checkpointing": True}), ("lora", 1, {"checkpointing": Tru
 
 @pytest.mark.parametrize(("part", "steps", "fields"), CLIPS)
 def test_a_video_models_update(part, steps, fields):
-    from groupwise.workloads.flow.config import TrainConfig
+    from groupwise.workloads.flow.config import TrainedPartsConfig
     from groupwise.workloads.flow.trace import fake_transformer, followed_rollout, stages_of
 
     sizes = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
     sizes |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32}
     rank = 4 if part == "lora" else None
     memory = FlowMemory(video_model(sizes), (4, 4, 16, 16), steps, text_tokens=8, lora_rank=rank, **fields)
-    transformer = fake_transformer(sizes, TrainConfig(part=part, lora_rank=4), checkpointing=memory.checkpointing)
+    transformer = fake_transformer(
+        sizes, TrainedPartsConfig(part=part, lora_rank=4), checkpointing=memory.checkpointing
+    )
     numbers = sum(weight.numel() for weight in transformer.parameters())
     assert numbers == memory.model.parameters + (memory.model.adapter_numbers(4) if rank else 0)
     job = StepSpec(StepShape(10**6, 2, 2, 1, 2, "whole"), fused=True)
@@ -250,8 +252,10 @@ def test_a_controllers_network_and_its_frozen_model_are_counted_exactly():
 
 
 def test_the_embedded_clips_are_planned_as_they_are():
-    from groupwise.workloads.flow.tasks.plane.config import CLIP, PROMPT_WORDS
-    from groupwise.workloads.flow.tasks.plane.scene import COLOURS, FRAMES, LENGTH, SIDE
+    from groupwise.workloads.flow.tasks.plane.config import PlaneConfig
+    from groupwise.workloads.flow.tasks.plane.model import PlaneModel, load_plane
+    from groupwise.workloads.flow.tasks.plane.scene import encode_prompts
 
-    assert (COLOURS, FRAMES, SIDE, SIDE) == CLIP
-    assert PROMPT_WORDS == LENGTH
+    memory = PlaneConfig().memory_model()
+    assert memory.latent == PlaneModel(load_plane()).condition_spec.latent_shape
+    assert memory.text_tokens == encode_prompts(["by day"]).shape[1]

@@ -1,4 +1,4 @@
-"""Memory that runs out while clips are decoded or judged changes the cut, not the result."""
+"""An out-of-memory error while clips are decoded or rewarded changes the batch size, not the result."""
 
 from dataclasses import dataclass, replace
 

@@ -106,7 +106,9 @@ def followed_rollout(transformer: WanTransformer3DModel, found: Followed) -> int
     return trace_peak(found.rollout, *transformer.parameters(), *transformer.buffers(), *found.held, *moments)
 
 
-def traced_flow(content: Mapping[str, Any], train: TrainedPartsConfig, memory: FlowMemory, job: StepSpec) -> dict[str, int]:
+def traced_flow(
+    content: Mapping[str, Any], train: TrainedPartsConfig, memory: FlowMemory, job: StepSpec
+) -> dict[str, int]:
     """Highest bytes of a rollout's steps and of the update's last pass, of a transformer in float32."""
     transformer = fake_transformer(content, train, checkpointing=memory.checkpointing)
     found = stages_of(transformer, memory, job)
