@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tools.plane.__main__ import main
 from tools.plane.pretrain import PretrainConfig, build, draw_batch, flow_matching_loss, pretrain
 from torch.testing import assert_close
 
@@ -53,6 +54,12 @@ def test_batches_hold_rendered_clips_with_drifted_poses():
     assert_close(batch.camera[:, 0], motion_to_pose(motions)[:, 0])
     dropped = batch.text[:, :, 0].all(1).float().mean()
     assert 0.3 < dropped < 0.7
+
+
+def test_the_command_writes_a_model_that_can_be_loaded(tmp_path):
+    main(tmp_path, TINY)
+    written, trained = load_plane(tmp_path).state_dict(), pretrain(TINY, tmp_path / "same", log=print).state_dict()
+    assert all(torch.equal(written[name], weight) for name, weight in trained.items())
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path):
