@@ -16,9 +16,9 @@ from groupwise.core.shape import even_pass_sizes
 from groupwise.core.types import Rollouts
 from groupwise.memory.measure import PeakMemory, device_bytes
 from groupwise.memory.monitor import known_memory
-from groupwise.memory.plan import AGGRESSIVE
+from groupwise.memory.plan import AGGRESSIVE, MemoryModel
 from groupwise.memory.recovery import RngAndBuffers, RowLimits, release_memory
-from groupwise.memory.stages import StageBytes, StepSpec
+from groupwise.memory.stages import StepSpec
 from groupwise.training.loop import compute_rewards, generate_rollouts
 from groupwise.training.state import missing_adam_state, reserve_optimizer_memory
 
@@ -53,12 +53,12 @@ def choose_rows(setup: Setup) -> int:
     """
     model = known_memory(setup.config.workload)
     device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # the smallest, so that all ranks decide alike
-    job = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
+    spec = setup.config.step_spec(ranks=setup.comm.ranks, fused_optimizer=setup.state.fused)
     most = setup.shape.rollouts_per_rank
     for rows in even_pass_sizes(most):
         if rows > most:
             continue
-        planned = _planned(job, rows, model.stages) if model is not None else None
+        planned = _planned(model, spec, rows) if model is not None else None
         if planned is None or planned <= AGGRESSIVE * device:
             measured = _measured(setup, rows)
             if measured is not None and measured <= FULL * device:
@@ -67,8 +67,8 @@ def choose_rows(setup: Setup) -> int:
     return 1
 
 
-def _planned(job: StepSpec, rows: int, stages: Callable[[StepSpec], StageBytes]) -> int:
-    return stages(replace(job, shape=replace(job.shape, rows_per_pass=rows))).with_margin().peak
+def _planned(model: MemoryModel, spec: StepSpec, rows: int) -> int:
+    return model.predict(replace(spec, shape=replace(spec.shape, rows_per_pass=rows))).with_margin().peak
 
 
 def _measured(setup: Setup, rows: int) -> int | None:
@@ -123,5 +123,5 @@ def _peak_counter(setup: Setup) -> Iterator[Callable[[], int]]:
     from groupwise.memory.trace import LiveByteCounter
 
     with LiveByteCounter() as live:
-        live.watch(*(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)))
+        live.include(*(tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)))
         yield lambda: live.peak
