@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
-from groupwise.workloads.flow.memory import FlowMemory, read_video_config, read_video_model
+from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config, read_wan_architecture
 from groupwise.workloads.flow.sampling.schedule import window_at
 
 if TYPE_CHECKING:
@@ -112,26 +112,26 @@ class RecamConfig(PipelineConfig):
             raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
         latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
         return FlowMemory(
-            read_video_model(self.pipeline),
+            read_wan_architecture(self.pipeline),
             latent,
             len(window_at(self.sampling, 0)),
             pixels=3 * self.frames * self.height * self.width,
             guided=self.sampling.guidance_scale != 1,
-            branch=self.sampling.shared_noise,
+            shared_noise=self.sampling.shared_noise,
             decode_rows=self.encode_rows_per_pass,
             checkpointing=self.gradient_checkpointing,
             lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
             camera_only=self.train.part == "camera",
-            number_bytes=2 if self.dtype == "bfloat16" else 4,
-            stored_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
+            dtype_bytes=2 if self.dtype == "bfloat16" else 4,
+            storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
         )
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        from groupwise.workloads.flow.trace import traced_flow
+        from groupwise.workloads.flow.trace import trace_flow
 
         memory = self.memory_model()
         assert self.pipeline is not None
-        return traced_flow(read_video_config(self.pipeline), self.train, memory, spec)
+        return trace_flow(read_transformer_config(self.pipeline), self.train, memory, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
