@@ -15,7 +15,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.placement import RolloutRows
 from groupwise.training.config import differing_fields, to_dict
 from groupwise.training.run_folder import read_jsonl
-from groupwise.workloads.chat.config import ChatEvalConfig, JudgeConfig, PolicyConfig, SamplingParams
+from groupwise.workloads.chat.config import ChatEvalConfig, ChatRewardsConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
@@ -94,7 +94,7 @@ def test_rewards_see_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
         return [0.0] * len(completions)
 
     monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "look", look, raising=False)
-    watched = chat_config(folder, judge=JudgeConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
+    watched = chat_config(folder, rewards=ChatRewardsConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
     rollouts = watched.rollout(rows_of(2, 2))
     assert list(watched.rewards(rollouts).values) == ["look"]
     assert seen["prompts"][2] == [{"role": "user", "content": "say 1"}]
@@ -233,8 +233,10 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
             pass
 
     monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "hangs", hangs, raising=False)
-    judge = JudgeConfig(functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), seconds=0.2)
-    config = recipe(folder, judge=judge, data=replace(chat_config(folder).data, held_out=""))
+    rewards = ChatRewardsConfig(
+        functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), timeout_s=0.2
+    )
+    config = recipe(folder, rewards=rewards, data=replace(chat_config(folder).data, held_out=""))
     with pytest.raises(
         UserError, match=r"32 of 32 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
     ):

@@ -145,7 +145,7 @@ class LanguageModelPolicy(nn.Module):
 
 def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> LanguageModelPolicy:
     """The model in a folder, or the one of that name on the hub, ready to be sampled and trained."""
-    source = _source(config.model)
+    source = _source(config.folder_or_name)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load_from_hub(
         source,
