@@ -96,7 +96,7 @@ def test_rewards_see_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
     monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "look", look, raising=False)
     watched = chat_config(folder, rewards=ChatRewardsConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
     rollouts = watched.rollout(rows_of(2, 2))
-    assert list(watched.rewards(rollouts).values) == ["look"]
+    assert list(watched.rewards(rollouts).per_rollout) == ["look"]
     assert seen["prompts"][2] == [{"role": "user", "content": "say 1"}]
     assert seen["answer"] == ["#### 0", "#### 0", "#### 1", "#### 1"]
     assert [tuple(ids) for ids in seen["ids"]] == [said.ids for said in rollouts.data["completion"]]
@@ -255,7 +255,7 @@ def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
     assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
     assert sum(policies["trained"]["questions_by_passed"]) == 5
     assert found.tables[0].title == "pass@k on 5 held-out questions"
-    found.pictures["eval.png"](tmp_path / "eval.png")
+    found.images["eval.png"](tmp_path / "eval.png")
     assert (tmp_path / "eval.png").stat().st_size > 5000
 
 

@@ -22,6 +22,7 @@ from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_pol
 from groupwise.workloads.chat.rewards import reward_functions
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
 from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.lora import merge_lora
 
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
@@ -89,8 +90,9 @@ def export(run: Path | str, folder: Path | str) -> Path:
     config = ChatConfig(policy=_policy_config(run))
     policy = base_policy(config, torch.device("cpu"))
     _fill(policy, checkpoint)
-    model = policy.model if config.policy.lora_rank is None else policy.model.merge_and_unload()
-    model.save_pretrained(folder)
+    if config.policy.lora_rank is not None:
+        merge_lora(policy.model)
+    policy.model.save_pretrained(folder)
     load_tokenizer(config).save_pretrained(folder)
     return folder
 
