@@ -77,4 +77,8 @@ def tiny_sd3(folder: Path, **settings: Any) -> Sd3Config:
     sampling = SamplingConfig(num_inference_steps=3, guidance_scale=3.0, window=WindowConfig("sliding", 1.0, size=1))
     defaults = {"pipeline": folder / "pipeline", "data": folder / "prompts.jsonl", "train": LORA, "reference": True}
     sizes = {"height": 16, "width": 16, "dtype": "float32"}
-    return Sd3Config(sampling, rewards=("warmth=workloads.flow.small:warmth",), **{**defaults, **sizes, **settings})
+    return Sd3Config(
+        sampling,
+        rewards=RewardFunctionsConfig(functions=("warmth=workloads.flow.small:warmth",)),
+        **{**defaults, **sizes, **settings},
+    )

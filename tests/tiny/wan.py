@@ -14,6 +14,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
@@ -72,7 +73,7 @@ def tiny_recam(folder: Path, conditions: Path, **settings: Any) -> RecamConfig:
     defaults = {
         "pipeline": folder,
         "data": conditions,
-        "rewards": ("warmth=workloads.flow.small:warmth",),
+        "rewards": RewardFunctionsConfig(functions=("warmth=workloads.flow.small:warmth",)),
         "train": LORA,
     }
     sizes = {"frames": 5, "height": 16, "width": 16, "dtype": "float32"}

@@ -3,6 +3,7 @@
 import pytest
 
 import groupwise as gw
+from groupwise.data.rows import RowFilter
 from groupwise.workloads.flow.data import read_clip, read_conditions
 
 
@@ -10,19 +11,20 @@ from groupwise.workloads.flow.data import read_clip, read_conditions
     ("line", "message"),
     [
         ("{", "is not JSON"),
-        ('{"video": "clip.npy"}', "has no prompt"),
-        ('{"prompt": "", "video": "nowhere.gif"}', "There is no video"),
+        ('{"video": "clip.npy"}', r"lines.jsonl, line 1: it has no column 'prompt'"),
+        ('{"prompt": 3}', "its prompt is int: it must be a text"),
+        ('{"prompt": "", "video": "nowhere.gif"}', "there is no video"),
         ('{"prompt": "", "video": "clip.mp4"}', r"clip\.mp4 cannot be read .*ffmpeg -i clip\.mp4 clip/%05d\.png"),
         ('{"prompt": "", "camera": "nowhere.npy"}', "cannot be read"),
         ('{"prompt": "", "camera": [[1, 2], [3]]}', "cannot be read"),
-        ("", "holds no condition"),
+        ("", "holds no usable row"),
     ],
 )
 def test_lines_that_are_no_conditions_are_refused(tmp_path, line, message):
     (tmp_path / "lines.jsonl").write_text(line + "\n")
     (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x20ftypisom")
     with pytest.raises(gw.UserError, match=message):
-        read_conditions(tmp_path / "lines.jsonl")
+        read_conditions(str(tmp_path / "lines.jsonl"), RowFilter("refuse", "--workload.on-bad-row"))
 
 
 def test_clips_are_read_from_gifs_and_folders_alike(tmp_path):

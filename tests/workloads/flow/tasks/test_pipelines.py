@@ -12,7 +12,9 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.placement import RolloutRows
+from groupwise.data.rows import RowFilter
 from groupwise.recipes import load_recipe
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.training.run_folder import read_jsonl
 from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.config import TrainedPartsConfig
@@ -54,7 +56,7 @@ def test_bfloat16_weights_still_have_a_ratio_of_one(wan, data):
 def test_conditions_with_one_prompt_and_several_cameras_are_several_groups(wan, data):
     workload = tiny_recam(wan, data).build(CPU)
     assert len(workload.group_ids.unique()) == 4
-    conditions = read_conditions(data)
+    conditions = read_conditions(str(data), RowFilter("refuse", "--workload.on-bad-row"))
     assert [condition.reward_columns["weight"] for condition in conditions] == [0, 1, 2, 3]
     assert_close(conditions[3].camera[0], torch.eye(3, 4).flatten())
 
@@ -128,7 +130,7 @@ BAD = [
     ({"frames": 9}, "has 5 frames .* it needs 9"),
     ({"height": 20}, "workload.height is 20.*Take 16 or 24"),
     ({"height": 24}, "height is 3, which the transformer's patches of 2 do not divide.*2 or 4"),
-    ({"rewards": ()}, "nothing to learn from"),
+    ({"rewards": RewardFunctionsConfig()}, "nothing to learn from"),
     ({"data": None}, "workload.data is not given"),
     ({"train": TrainedPartsConfig(lora_targets=("nothing",))}, "no layer of WanTransformer3DModel"),
 ]
@@ -146,7 +148,9 @@ def test_other_folders_are_refused(wan, data, tmp_path):
     with pytest.raises(
         gw.UserError, match="holds a WanPipeline, but this model is loaded from a StableDiffusion3Pipeline"
     ):
-        Sd3Config(pipeline=wan, data=data, rewards=("w=workloads.flow.small:warmth",)).build(CPU)
+        Sd3Config(
+            pipeline=wan, data=data, rewards=RewardFunctionsConfig(functions=("w=workloads.flow.small:warmth",))
+        ).build(CPU)
 
 
 def test_cameras_of_the_wrong_length_or_with_nan_are_refused(wan, data, tmp_path):
@@ -159,3 +163,13 @@ def test_cameras_of_the_wrong_length_or_with_nan_are_refused(wan, data, tmp_path
         (tmp_path / "lines.jsonl").write_text(line)
         with pytest.raises(gw.UserError, match=message):
             tiny_recam(wan, tmp_path / "lines.jsonl").build(CPU)
+
+
+def test_bad_rows_are_skipped_and_counted(wan, data):
+    lines = data.with_name("lines.jsonl")
+    lines.write_text(data.read_text() + '{"prompt": "", "video": "nowhere.gif"}\n{\n')
+    with pytest.raises(gw.UserError, match=r"line 6: it is not JSON .*set --workload.on-bad-row to 'skip'"):
+        tiny_recam(wan, lines).build(CPU)
+    workload = tiny_recam(wan, lines, on_bad_row="skip").build(CPU)
+    assert workload.num_conditions == 4
+    assert "rows of data skipped: 1 broken line, 1 without a video; 4 are left" in workload.reporter.preflight_notes()
