@@ -14,6 +14,7 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.tasks.pipelines import Sd3Config
 from tiny.wan import LORA, WORDS, tiny_tokenizer
