@@ -3,7 +3,6 @@
 import re
 import subprocess
 import tomllib
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -48,17 +47,3 @@ def test_everything_that_the_docs_name_and_every_test_is_in_the_repository():
             assert name in listed, f"{page.name} names {name}"
     for path in (ROOT / "tests").rglob("*.py"):
         assert str(path.relative_to(ROOT)) in listed
-
-
-def test_pytest_passes_over_no_folder_with_tests(pytestconfig):
-    skipped = pytestconfig.getini("norecursedirs")
-    folders = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
-    assert "dist" in folders
-    assert not [folder for folder in folders for pattern in skipped if fnmatch(folder, pattern)]
-
-
-def test_ci_runs_the_readmes_test_command():
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
-    assert "make test" in (ROOT / "README.md").read_text()
-    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "pytest" in plan

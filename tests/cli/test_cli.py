@@ -8,7 +8,7 @@ import pytest
 from processes import ENVIRONMENT, groupwise
 
 from groupwise.cli.main import main, translate
-from groupwise.cli.place import label
+from groupwise.cli.place import group_label
 
 
 def run(capsys, *words):
@@ -86,7 +86,7 @@ def test_place_draws_a_map_and_proves_it(capsys):
     assert "8 rollouts" in out
     assert "A0" in out
     assert "Proved: every condition of this step has exactly 4 members, each once." in out
-    assert [label(nth) for nth in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
+    assert [group_label(nth) for nth in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
 
 
 def test_place_of_many_ranks_stays_readable(capsys):

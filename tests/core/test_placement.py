@@ -147,12 +147,12 @@ def test_a_placement_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("name", "says"),
     [("everyone_at_position_zero", "a position of its own"), ("no_such", "cannot be imported")],
 )
-def test_a_wrong_placement_of_ones_own_is_refused(kind, says):
+def test_a_wrong_placement_of_ones_own_is_refused(name, says):
     with pytest.raises(UserError, match=says):
-        place(StepShape(2, 2, 2, placement=f"{__name__}:{kind}"), seed=0, step=0)
+        place(StepShape(2, 2, 2, placement=f"{__name__}:{name}"), seed=0, step=0)
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones():

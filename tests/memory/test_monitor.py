@@ -16,11 +16,11 @@ GIB = 1 << 30
 
 
 class TenMebibytesARow:
-    def stages(self, job):
-        rows = job.shape.rows_per_pass
+    def predict(self, spec):
+        rows = spec.shape.rows_per_pass
         return StageBytes({"weights": 100}, {"weights": 100, "activations": rows * 10 << 20})
 
-    def smaller(self):
+    def reductions(self):
         return []
 
 
@@ -39,7 +39,7 @@ def test_prediction_and_error_stand_beside_the_peak():
     assert usage.predicted == 1000 + 100 + (40 << 20)
     assert usage.error == pytest.approx(0.4 - 1, abs=1e-4)
     assert usage.utilization == pytest.approx(100 / 4096)
-    assert {"peak", "current", "device", "host", "predicted", "utilization", "prediction_error"} == set(usage.plain())
+    assert {"peak", "current", "device", "host", "predicted", "utilization", "prediction_error"} == set(usage.to_dict())
 
 
 def test_high_utilization_is_warned_of_once_with_the_remedy():

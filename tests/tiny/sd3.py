@@ -14,6 +14,7 @@ from diffusers import (
 )
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, T5EncoderModel
 
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.tasks.pipelines import Sd3Config
 from tiny.wan import LORA, WORDS, tiny_tokenizer
@@ -74,9 +75,11 @@ def save_tiny_sd3(folder: Path) -> Path:
 
 def tiny_sd3(folder: Path, **settings: Any) -> Sd3Config:
     """The config of `flow-sd3` for a folder with such a pipeline and prompts.jsonl."""
-    sampling = SamplingConfig(
-        num_inference_steps=3, guidance_scale=3.0, window=WindowConfig("sliding", 1.0, size=1)
-    )
+    sampling = SamplingConfig(num_inference_steps=3, guidance_scale=3.0, window=WindowConfig("sliding", 1.0, size=1))
     defaults = {"pipeline": folder / "pipeline", "data": folder / "prompts.jsonl", "train": LORA, "reference": True}
     sizes = {"height": 16, "width": 16, "dtype": "float32"}
-    return Sd3Config(sampling, rewards=("warmth=workloads.flow.small:warmth",), **{**defaults, **sizes, **settings})
+    return Sd3Config(
+        sampling,
+        rewards=RewardFunctionsConfig(functions=("warmth=workloads.flow.small:warmth",)),
+        **{**defaults, **sizes, **settings},
+    )

@@ -31,10 +31,10 @@ def test_auto_on_resume_takes_what_the_run_used(tmp_path, monkeypatch):
 
 def test_auto_follows_the_plan():
     class Hungry:
-        def stages(self, spec):
+        def predict(self, spec):
             return StageBytes({"weights": 1}, {"activations": (1 << 50) if spec.shape.rows_per_pass > 8 else 1})
 
-        def smaller(self):
+        def reductions(self):
             return []
 
     class Planned(TinyConfig):

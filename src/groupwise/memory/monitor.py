@@ -40,7 +40,7 @@ class Monitor:
         self._steps += 1
         if self._model is not None:
             shape = replace(self._spec.shape, rows_per_pass=rows_per_pass)
-            peak = self._model.stages(replace(self._spec, shape=shape)).peak
+            peak = self._model.predict(replace(self._spec, shape=shape)).peak
             memory = replace(memory, predicted=self._base_bytes + peak)
         if memory.utilization > FULL:
             self._warn_once("full", f"{_describe(memory)}: the next long rollout may not fit. {self._safer()}")
@@ -50,11 +50,11 @@ class Monitor:
 
     def reductions(self) -> list[str]:
         """What the plan would reduce, in order, for a run that ran out of memory at one row."""
-        return [str(step) for step in self.plan.lower] if self.plan else []
+        return [str(step) for step in self.plan.reductions] if self.plan else []
 
     def _safer(self) -> str:
-        steps = self.plan.lower if self.plan else []
-        return f"To be safe: {steps[0].what}." if steps else "To be safe, lower rows_per_pass."
+        steps = self.plan.reductions if self.plan else []
+        return f"To be safe: {steps[0].description}." if steps else "To be safe, lower rows_per_pass."
 
     def _larger(self) -> str:
         if self.plan is None:

@@ -14,9 +14,9 @@ from groupwise.core.placement import place
 from groupwise.core.shape import even_pass_sizes
 from groupwise.core.types import Rollouts
 from groupwise.memory.measure import PeakMemory, device_bytes
-from groupwise.memory.plan import AGGRESSIVE
+from groupwise.memory.plan import AGGRESSIVE, MemoryModel
 from groupwise.memory.recovery import RngAndBuffers, release_memory
-from groupwise.memory.stages import StageBytes, StepSpec
+from groupwise.memory.stages import StepSpec
 from groupwise.training.config import Config
 from groupwise.training.rollout import compute_rewards, generate_rollouts
 from groupwise.training.setup import Setup, known_memory, set_up
@@ -47,12 +47,12 @@ def choose_rows(setup: Setup) -> int:
     """
     model = known_memory(setup.config.workload)
     smallest_device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # so that all ranks decide alike
-    spec = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
+    spec = setup.config.step_spec(ranks=setup.comm.ranks, fused_optimizer=setup.state.fused)
     most = setup.shape.rollouts_per_rank
     for rows in even_pass_sizes(most):
         if rows > most:
             continue
-        planned = _planned(spec, rows, model.stages) if model is not None else None
+        planned = _planned(model, spec, rows) if model is not None else None
         if planned is None or planned <= AGGRESSIVE * smallest_device:
             measured = _measured(setup, rows)
             if measured is not None and measured <= FULL * smallest_device:
@@ -61,8 +61,8 @@ def choose_rows(setup: Setup) -> int:
     return 1
 
 
-def _planned(spec: StepSpec, rows: int, predict: Callable[[StepSpec], StageBytes]) -> int:
-    return predict(replace(spec, shape=replace(spec.shape, rows_per_pass=rows))).with_margin().peak
+def _planned(model: MemoryModel, spec: StepSpec, rows: int) -> int:
+    return model.predict(replace(spec, shape=replace(spec.shape, rows_per_pass=rows))).with_margin().peak
 
 
 def _measured(setup: Setup, rows: int) -> int | None:
@@ -119,5 +119,5 @@ def _peak_counter(setup: Setup) -> Iterator[Callable[[], int]]:
     from groupwise.memory.trace import LiveByteCounter
 
     with LiveByteCounter() as live:
-        live.watch(*(entry for entry in gc.get_objects() if issubclass(type(entry), torch.Tensor)))
+        live.include(*(tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)))
         yield lambda: live.peak

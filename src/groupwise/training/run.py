@@ -120,7 +120,7 @@ def _resume(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> None:
         folder.rewind(state.step)
         folder.write("config.json", to_dict(config))
         if setup.monitor.plan is not None:
-            folder.write("plan.json", setup.monitor.plan.plain())
+            folder.write("plan.json", setup.monitor.plan.to_dict())
 
 
 def _restore_row_limits(setup: Setup, path: Path, display: ProgressDisplay) -> None:
@@ -193,9 +193,9 @@ class StepLog:
         memory = setup.monitor.record(step.memory, setup.state.row_limits["rows_per_pass"])
         step = replace(step, memory=memory)
         if setup.comm.is_main:
-            folder.append("metrics.jsonl", [{"step": step.step, **step.metrics, "memory_bytes": memory.plain()}])
+            folder.append("metrics.jsonl", [{"step": step.step, **step.metrics, "memory_bytes": memory.to_dict()}])
             folder.append("samples.jsonl", step.samples)
-        memory_metrics = {f"memory/{name}": float(value) for name, value in memory.plain().items()}
+        memory_metrics = {f"memory/{name}": float(value) for name, value in memory.to_dict().items()}
         self._trackers.log({**step.metrics, **memory_metrics}, step.step)
         self._display.show_step(step)
         warning = setup.workload.reporter.step_warning(step.metrics)

@@ -87,7 +87,7 @@ def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base
     shape = config.shape(conditions=workload.num_conditions, ranks=comm.ranks)
     monitor = Monitor(
         known_memory(config.workload),
-        config.job(ranks=comm.ranks, fused=state.fused),
+        config.step_spec(ranks=comm.ranks, fused_optimizer=state.fused),
         device_bytes=device_bytes(comm.device),
         base_bytes=base_bytes,
         on_accelerator=comm.device.type != "cpu",

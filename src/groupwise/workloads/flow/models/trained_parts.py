@@ -7,18 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_utils import ModelMixin
-from diffusers.training_utils import cast_training_params
-from peft import LoraConfig
 from torch import nn
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
+from groupwise.workloads.lora import add_lora, without_lora
 
 Reference = Callable[[], AbstractContextManager[None]]
 """Within the context that it returns, the policy is the reference policy."""
@@ -28,7 +27,15 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainedPartsConfi
     """Freeze everything that is not trained; returns the reference policy."""
     transformer.requires_grad_(False)
     if config.part == "lora":
-        return _add_lora(transformer, config)
+        add_lora(
+            transformer,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            targets=config.lora_targets,
+            seed=config.lora_seed,
+            setting="workload.train.lora_targets",
+        )
+        return partial(without_lora, transformer)
     if config.part == "all":
         if transformer.dtype not in (torch.float32, torch.float64):
             raise UserError(
@@ -43,32 +50,6 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainedPartsConfi
         for weight in layers.values():
             weight.requires_grad_(True)
     return InitialWeights(transformer).swapped_in
-
-
-def _add_lora(transformer: Any, config: TrainedPartsConfig) -> Reference:
-    """A fresh adapter adds zero. Its weights come from their own seed, so they are the same on every rank."""
-    names = [name for name, _ in transformer.named_modules()]
-    targets = [target for target in config.lora_targets if any(name.endswith(f".{target}") for name in names)]
-    if not targets:
-        raise UserError(
-            f"workload.train.lora_targets is {config.lora_targets}: no layer of {type(transformer).__name__} is called"
-            " like this. Name linear layers, such as to_q or to_v."
-        )
-    state = torch.get_rng_state()
-    torch.manual_seed(config.lora_seed)
-    transformer.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
-    torch.set_rng_state(state)
-    cast_training_params(transformer, torch.float32)
-
-    @contextmanager
-    def without_adapter() -> Iterator[None]:
-        transformer.disable_adapters()
-        try:
-            yield
-        finally:
-            transformer.enable_adapters()
-
-    return without_adapter
 
 
 class InitialWeights:

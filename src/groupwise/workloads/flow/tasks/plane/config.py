@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from groupwise.core.errors import require
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
-from groupwise.workloads.flow.memory import FlowMemory, read_video_config, read_video_model
+from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config, read_wan_architecture
 from groupwise.workloads.flow.sampling.schedule import window_at
 
 if TYPE_CHECKING:
@@ -46,21 +46,23 @@ class PlaneConfig(FlowConfig):
     def memory_model(self) -> FlowMemory:
         """All weights are trained, latents are pixels, and the initial weights are kept as the reference."""
         return FlowMemory(
-            read_video_model(self.folder),
+            read_wan_architecture(self.folder),
             (COLORS, FRAMES, SIDE, SIDE),
             len(window_at(self.sampling, 0)),
             text_tokens=PROMPT_WORDS,
             guided=self.sampling.guidance_scale != 1,
-            branch=self.sampling.shared_noise,
+            shared_noise=self.sampling.shared_noise,
             decode_rows=self.encode_rows_per_pass,
             checkpointing=self.gradient_checkpointing,
-            stored_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
+            storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
         )
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        from groupwise.workloads.flow.trace import traced_flow
+        from groupwise.workloads.flow.trace import trace_flow
 
-        return traced_flow(read_video_config(self.folder), TrainedPartsConfig(part="all"), self.memory_model(), spec)
+        return trace_flow(
+            read_transformer_config(self.folder), TrainedPartsConfig(part="all"), self.memory_model(), spec
+        )
 
     @property
     def folder(self) -> Path:
