@@ -79,7 +79,7 @@ def recalibrated(fitted: Sequence[Observation], tested: Sequence[Observation]) -
 
 def _expected(fitted: LatencyEstimator, tested: Sequence[Observation]) -> Expected:
     rows = fitted.predict_rows(feature_columns(tested))
-    return dict(rows.stages_ms), rows.total_ms, rows.high_ms
+    return dict(rows.stages_ms), rows.total_ms, rows.upper_ms
 
 
 def _flat(seen: Sequence[Observation]) -> np.ndarray:

@@ -9,8 +9,8 @@ import pytest
 
 FAULTS = """
 import resource, torch
-from groupwise.meter.process import settle_in
-settle_in(1)
+from groupwise.dist.process import configure_process
+configure_process(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for size in range(12, 31):
     torch.ones(size * 2**18)  # MiB, each larger than any that was freed before

@@ -58,7 +58,7 @@ def _table(rows: Mapping[Knobs, LatencySummary], knob: str, title: str) -> Table
             table.add_section()
         step, total = summary.decode_step, summary.total
         stages = [_ms(summary.stages[stage].p50_ms) for stage in STAGES]
-        whole = [_ms(value) for value in (total.p50_ms, total.p95_ms, total.spread_ms)]
+        whole = [_ms(value) for value in (total.p50_ms, total.p95_ms, total.iqr_ms)]
         value = knobs.blocks if knob == "blocks" else knobs.top_k
         table.add_row(
             knobs.tier if knobs.tier != before else "", str(value), *stages, _ms(step.p50_ms) if step else "-", *whole
