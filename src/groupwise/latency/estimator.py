@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
@@ -14,6 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import write_atomic
 from groupwise.latency.machine import Machine, current_machine
 from groupwise.latency.records import EstimatedLatency
 from groupwise.latency.regression import (
@@ -215,9 +215,8 @@ def conformal_quantile(ratios: Ratios, quantile: float) -> float:
 def write_fields(path: Path, fields: Mapping[str, Any]) -> None:
     """Floats are read back bit-identical."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".new")
-    temporary.write_text(json.dumps({"format": FILE_FORMAT, **fields}, indent=1, allow_nan=False) + "\n")
-    os.replace(temporary, path)
+    text = json.dumps({"format": FILE_FORMAT, **fields}, indent=1, allow_nan=False) + "\n"
+    write_atomic(path, text.encode())
 
 
 def read_fields(path: Path) -> dict[str, Any]:
