@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,6 +17,33 @@ from rich.text import Text
 from groupwise.memory.measure import MemoryUsage, format_bytes
 from groupwise.training.loop import StepResult
 from groupwise.training.preflight import Check
+
+
+@contextmanager
+def progress_bar(total: float, label: str) -> Iterator[Callable[..., None]]:
+    """Yields `advance(amount=1)`. On stderr: a bar in a terminal, elsewhere plain lines, one per tenth."""
+    console = Console(file=sys.stderr)
+    columns = (
+        TextColumn(label, markup=False),
+        BarColumn(),
+        TextColumn("{task.percentage:.0f} %"),
+        TimeRemainingColumn(),
+    )
+    done, tenths = 0.0, 0
+    if not console.is_terminal:
+        console.print(label, highlight=False, markup=False)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(label, total=total)
+
+        def advance(amount: float = 1) -> None:
+            nonlocal done, tenths
+            done += amount
+            progress.advance(task, amount)
+            if not console.is_terminal and int(10 * done / total) > tenths:
+                tenths = int(10 * done / total)
+                console.print(f"{label}: {10 * tenths} %", highlight=False, markup=False)
+
+        yield advance
 
 
 class ProgressDisplay:

@@ -136,11 +136,11 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table for the screen: all cells are text."""
+    """A table for the terminal: all cells are text. An empty row separates sections."""
 
     title: str
     columns: Sequence[str]
-    """The first is set to the left, the others to the right."""
+    """The first is aligned left, the others right."""
     rows: Sequence[Sequence[str]]
     note: str = ""
 
