@@ -1,4 +1,4 @@
-"""Runnable experiments by name. A recipe is a function without arguments that returns a full config."""
+"""Built-in recipes by name. A recipe is a function without arguments that returns a full Config."""
 
 from __future__ import annotations
 
