@@ -45,6 +45,23 @@ def import_object(spec: str, setting: str, *, known: Iterable[str] = (), default
         ) from error
 
 
+def resolve_folder(spec: str, setting: str) -> str:
+    """`package:folder` as the path of a folder inside an installed package; anything else as it is."""
+    package, _, folder = spec.partition(":")
+    if not folder:
+        return spec
+    try:
+        found = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        found = None
+    if found is None or not found.submodule_search_locations:
+        raise UserError(
+            f"{setting} is '{spec}', and there is no package {package}. Name a folder, or package:folder for one that"
+            " is shipped in a Python package."
+        )
+    return str(Path(found.submodule_search_locations[0]) / folder)
+
+
 def import_function(spec: str, setting: str, *, known: Iterable[str] = ()) -> Any:
     """As `import_object`, for what will be called."""
     function = import_object(spec, setting, known=known)

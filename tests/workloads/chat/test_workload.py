@@ -15,7 +15,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.placement import RolloutRows
 from groupwise.training.config import differing_fields, to_dict
 from groupwise.training.run_folder import read_jsonl
-from groupwise.workloads.chat.config import ChatEvalConfig, JudgeConfig, PolicyConfig, SamplingParams
+from groupwise.workloads.chat.config import ChatEvalConfig, ChatRewardsConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
@@ -94,9 +94,9 @@ def test_rewards_see_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
         return [0.0] * len(completions)
 
     monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "look", look, raising=False)
-    watched = chat_config(folder, judge=JudgeConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
+    watched = chat_config(folder, rewards=ChatRewardsConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
     rollouts = watched.rollout(rows_of(2, 2))
-    assert list(watched.rewards(rollouts).values) == ["look"]
+    assert list(watched.rewards(rollouts).per_rollout) == ["look"]
     assert seen["prompts"][2] == [{"role": "user", "content": "say 1"}]
     assert seen["answer"] == ["#### 0", "#### 0", "#### 1", "#### 1"]
     assert [tuple(ids) for ids in seen["ids"]] == [said.ids for said in rollouts.data["completion"]]
@@ -233,8 +233,10 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
             pass
 
     monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "hangs", hangs, raising=False)
-    judge = JudgeConfig(functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), seconds=0.2)
-    config = recipe(folder, judge=judge, data=replace(chat_config(folder).data, held_out=""))
+    rewards = ChatRewardsConfig(
+        functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), timeout_s=0.2
+    )
+    config = recipe(folder, rewards=rewards, data=replace(chat_config(folder).data, held_out=""))
     with pytest.raises(
         UserError, match=r"32 of 32 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
     ):
@@ -253,7 +255,7 @@ def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
     assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
     assert sum(policies["trained"]["questions_by_passed"]) == 5
     assert found.tables[0].title == "pass@k on 5 held-out questions"
-    found.pictures["eval.png"](tmp_path / "eval.png")
+    found.images["eval.png"](tmp_path / "eval.png")
     assert (tmp_path / "eval.png").stat().st_size > 5000
 
 

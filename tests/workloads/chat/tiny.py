@@ -14,8 +14,8 @@ import groupwise as gw
 from groupwise.workloads.chat.config import (
     ChatConfig,
     ChatEvalConfig,
+    ChatRewardsConfig,
     DataConfig,
-    JudgeConfig,
     PolicyConfig,
     SamplingParams,
 )
@@ -87,7 +87,7 @@ def chat_config(folder: Path, **changes: object) -> ChatConfig:
         policy=PolicyConfig(model=str(folder / "model")),
         data=DataConfig(train=data, held_out=data),
         sampling=SamplingParams(max_new_tokens=6),
-        judge=JudgeConfig(functions=("workloads.chat.tiny:early_letters",)),
+        rewards=ChatRewardsConfig(functions=("workloads.chat.tiny:early_letters",)),
         eval=ChatEvalConfig(questions=6, samples=2, report_samples=4, pass_from=0.5),
     )
     return replace(base, **changes)

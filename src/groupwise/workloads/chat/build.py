@@ -6,27 +6,23 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
-from groupwise.data.rows import Records, read_rows
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, PolicyConfig
+from groupwise.data.rows import RowFilter, read_rows
+from groupwise.workloads.chat.config import ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
-from groupwise.workloads.chat.rewards import required_columns, reward_functions
-from groupwise.workloads.chat.tasks.arithmetic.task import Split, rows
+from groupwise.workloads.chat.rewards import reward_functions
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
 from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
-
-ASSET = Path(__file__).parent / "tasks" / "arithmetic" / "asset"
-_EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
+from groupwise.workloads.lora import merge_lora
 
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
@@ -34,28 +30,21 @@ def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
     policy = base_policy(config, device)
     tokenizer = load_tokenizer(config)
     sampling = replace(config.sampling, stop_ids=stop_ids(config, tokenizer, policy))
-    functions = reward_functions(config.judge, max_new_tokens=sampling.max_new_tokens)
+    functions = reward_functions(config.rewards, max_new_tokens=sampling.max_new_tokens)
     limits = PromptLimits(policy.longest, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
-    training = _prompts(config.data.train, Split.TRAIN, tokenizer, config, limits)
-    held_out = None
-    if config.data.held_out:
-        held_out = _prompts(config.data.held_out, Split.HELD_OUT, tokenizer, config, limits)
+    training = _prompts("train", tokenizer, config, limits)
+    held_out = _prompts("held_out", tokenizer, config, limits) if config.data.held_out else None
     return ChatWorkload(ChatComponents(policy, tokenizer, training, held_out, functions, sampling), config)
 
 
 def base_policy(config: ChatConfig, device: torch.device) -> LanguageModelPolicy:
     """The policy as it is before training."""
-    return load_policy(replace(config.policy, model=model_folder(config)), device)
-
-
-def model_folder(config: ChatConfig) -> str:
-    """Where model and tokenizer come from."""
-    return str(ASSET) if config.policy.model == EMBEDDED else config.policy.model
+    return load_policy(config.policy, device)
 
 
 def load_tokenizer(config: ChatConfig) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(model_folder(config))
+        return transformers.AutoTokenizer.from_pretrained(config.policy.folder_or_name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"policy.model is {config.policy.model!r}, whose tokenizer cannot be loaded:"
@@ -86,21 +75,10 @@ def stop_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) ->
     return tuple(sorted(found))
 
 
-def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limits: PromptLimits) -> PromptSet:
-    if where == EMBEDDED:
-        made = [
-            {config.data.prompt_column: row["messages"], config.judge.answer_column: row["answer"]}
-            for row in _embedded(split)
-        ]
-        table = Records(made, [f"{EMBEDDED} question {nth}" for nth in range(len(made))], dropped=Counter())
-    else:
-        required = (config.data.prompt_column, *required_columns(config.judge))
-        table = read_rows(where, required=required, bad_rows=config.data.bad_rows)
-    return make_prompt_set(table, tokenizer, config.data, config.judge, limits)
-
-
-def _embedded(split: Split) -> list[dict[str, Any]]:
-    return rows(split, _EMBEDDED_ROWS[split], seed=0)
+def _prompts(name: Literal["train", "held_out"], tokenizer: Any, config: ChatConfig, limits: PromptLimits) -> PromptSet:
+    row_filter = RowFilter(config.data.on_bad_row, "--workload.data.on-bad-row")
+    records = read_rows(getattr(config.data, name), row_filter, setting=f"data.{name}")
+    return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
 def export(run: Path | str, folder: Path | str) -> Path:
@@ -112,8 +90,9 @@ def export(run: Path | str, folder: Path | str) -> Path:
     config = ChatConfig(policy=_policy_config(run))
     policy = base_policy(config, torch.device("cpu"))
     _fill(policy, checkpoint)
-    model = policy.model if config.policy.lora_rank is None else policy.model.merge_and_unload()
-    model.save_pretrained(folder)
+    if config.policy.lora_rank is not None:
+        merge_lora(policy.model)
+    policy.model.save_pretrained(folder)
     load_tokenizer(config).save_pretrained(folder)
     return folder
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from groupwise.core.types import Rollouts
 from groupwise.data.rows import format_counts
 from groupwise.workloads.base import EvaluationReport, Reporter, ReportTable
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, SamplingParams
+from groupwise.workloads.chat.config import ChatConfig, SamplingParams
 from groupwise.workloads.chat.engine.sampler import Completion
 from groupwise.workloads.chat.evaluate import GradedSamples, sample_and_grade
 
@@ -46,7 +46,7 @@ class ChatReporter(Reporter):
     def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         said: list[Completion] = rollouts.data["completion"]
         rows, prompts = rollouts.data["condition"].tolist(), self._workload.parts.training
-        answers = prompts.columns.get(self._workload.config.judge.answer_column)
+        answers = prompts.columns.get(self._workload.config.rewards.answer_column)
         return [
             {
                 "prompt": self._workload.parts.tokenizer.decode(list(prompts.ids[row])),
@@ -62,13 +62,14 @@ class ChatReporter(Reporter):
         why, stops = self._workload.parts.policy.why_plain, self._workload.parts.sampling.stop_ids
         named = ", ".join(map(repr, self._workload.parts.tokenizer.convert_ids_to_tokens(list(stops))))
         told = [f"a completion ends with {named}, or after {self._workload.parts.sampling.max_new_tokens} tokens"]
-        if self._workload.config.data.held_out == EMBEDDED != self._workload.config.data.train:
+        train, held_out = self._workload.config.data.train, self._workload.config.data.held_out
+        if ":" in held_out and held_out.partition(":")[0] != train.partition(":")[0]:  # the recipe's, not the user's
             told.append(
-                "evaluation asks the embedded sums, not questions like yours: give data.held_out, or '' for none"
+                f"evaluation uses the prompts of {held_out}, not ones like yours: set data.held_out, or '' for none"
             )
         for name, prompts in (("training", self._workload.parts.training), ("held-out", self._workload.parts.held_out)):
-            if prompts is not None and prompts.dropped:
-                told.append(f"{name} rows dropped: {format_counts(prompts.dropped)}; {len(prompts)} are left")
+            if prompts is not None and prompts.skipped:
+                told.append(f"{name} rows skipped: {format_counts(prompts.skipped)}; {len(prompts)} are left")
         return [*told, *([f"prompts are not shared within their group: {why}"] if why else [])]
 
     def final_report(self) -> EvaluationReport | None:
@@ -138,8 +139,8 @@ def _example_completions(workload: ChatWorkload, prompts: PromptSet, exam: Grade
 
 
 def _asked(workload: ChatWorkload, prompts: PromptSet, nth: int) -> str:
-    if prompts.is_dialogue:
-        return " / ".join(str(message["content"]) for message in prompts.shown[nth])
+    if prompts.is_chat:
+        return " / ".join(str(message["content"]) for message in prompts.reward_inputs[nth])
     text: str = workload.parts.tokenizer.decode(list(prompts.ids[nth]))
     return text
 
@@ -251,5 +252,5 @@ def truncation_warning(metrics: Mapping[str, float], config: ChatConfig, samplin
     return (
         f"{share:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a"
         " stop token: what they earn says little. Raise max_new_tokens, check that the prompt's template and the stop"
-        f" tokens {list(sampling.stop_ids)} are the model's, or reward shorter answers (judge.functions 'length')."
+        f" tokens {list(sampling.stop_ids)} are the model's, or reward shorter answers (rewards.functions 'length')."
     )

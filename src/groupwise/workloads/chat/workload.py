@@ -83,8 +83,8 @@ class ChatWorkload(Workload):
         texts = self.texts(said)
         return call_rewards(
             self.parts.functions,
-            [prompts.shown[row] for row in rows],
-            [[{"role": "assistant", "content": text}] for text in texts] if prompts.is_dialogue else texts,
+            [prompts.reward_inputs[row] for row in rows],
+            [[{"role": "assistant", "content": text}] for text in texts] if prompts.is_chat else texts,
             completion_ids=[list(completion.ids) for completion in said],
             **{name: [column[row] for row in rows] for name, column in prompts.columns.items()},
         )

@@ -18,6 +18,7 @@ from groupwise.workloads.chat.engine.attention import Layout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
 from groupwise.workloads.chat.engine.logprobs import OutputHead
 from groupwise.workloads.hub import load_from_hub, resolve_model
+from groupwise.workloads.lora import add_lora, without_lora
 
 __all__ = ["LanguageModelPolicy", "PolicyConfig", "load_policy", "make_policy"]
 
@@ -28,10 +29,10 @@ class LanguageModelPolicy(nn.Module):
     def __init__(self, model: Any, config: PolicyConfig, frozen_copy: Any = None):
         super().__init__()
         self.model = model
-        """The transformers model, inside PEFT's where there is an adapter."""
+        """The transformers model, with PEFT's layers in it where there is an adapter."""
         self.config = config
         self._reference = (frozen_copy,)  # in a tuple: it is no part of what is trained and saved
-        self._active = (self._causal_lm(),)
+        self._active = (model,)
         self._forwards: tuple[HiddenStatesFn, ...] = ()
         """How to compute the policy, and its frozen copy, where they share prompts."""
         self.why_plain = self._choose_path()
@@ -80,7 +81,7 @@ class LanguageModelPolicy(nn.Module):
     def reference(self) -> Iterator[None]:
         """Within, the reference computes, without gradient."""
         assert self.has_reference, "the policy has no reference"
-        with torch.no_grad(), self.model.disable_adapter() if self.config.reference == "adapter" else nullcontext():
+        with torch.no_grad(), without_lora(self.model) if self.config.reference == "adapter" else nullcontext():
             own, self._active = self._active, self._reference if self._reference[0] else self._active
             try:
                 yield
@@ -135,9 +136,6 @@ class LanguageModelPolicy(nn.Module):
             )
         return reason
 
-    def _causal_lm(self) -> Any:
-        return self.model.get_base_model() if self.config.lora_rank is not None else self.model
-
     def forward(self, ids: Tensor, **kwargs: Any) -> Any:
         """The whole model as transformers runs it (the plain path)."""
         return self.causal_lm(input_ids=ids, **kwargs)
@@ -145,7 +143,7 @@ class LanguageModelPolicy(nn.Module):
 
 def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> LanguageModelPolicy:
     """The model in a folder, or the one of that name on the hub, ready to be sampled and trained."""
-    source = _source(config.model)
+    source = _source(config.folder_or_name)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load_from_hub(
         source,
@@ -170,7 +168,14 @@ def make_policy(model: Any, config: PolicyConfig) -> LanguageModelPolicy:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     frozen_copy = copy.deepcopy(model).requires_grad_(False) if config.reference == "copy" else None
     if config.lora_rank is not None:
-        model = _with_adapter(model.requires_grad_(False), config)
+        add_lora(
+            model,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            targets=config.lora_targets,
+            seed=config.lora_seed,
+            setting="policy.lora_targets",
+        )
     policy = LanguageModelPolicy(model, config, frozen_copy)
     policy.train()
     return policy
@@ -180,24 +185,6 @@ def _weight_dtype(config: PolicyConfig) -> torch.dtype:
     """Weights that are trained are not kept in bfloat16: small updates would be rounded away."""
     trained_in_full = config.lora_rank is None
     return torch.float32 if config.dtype == "bfloat16" and trained_in_full else getattr(torch, config.dtype)
-
-
-def _with_adapter(model: Any, config: PolicyConfig) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    targets: Any = list(config.lora_targets) or "all-linear"
-    rank: Any = config.lora_rank
-    alpha: Any = config.lora_alpha
-    settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.lora_seed)
-        try:
-            return get_peft_model(model, settings)
-        except ValueError as fault:
-            raise UserError(
-                f"policy.lora_targets is {config.lora_targets}: PEFT says {' '.join(str(fault).split())[:300]} Name"
-                " linear layers of the model, or leave it empty for all of them."
-            ) from fault
 
 
 def _source(name: str) -> str:

@@ -1,6 +1,4 @@
-"""Chains of sums in words: made from a random generator, each belonging to one split for good.
-Problems as dialogues: how they are asked, and the two ways in which the pretraining corpus answers them.
-"""
+"""The embedded example: chains of sums, asked in a dialogue. Every chain belongs to one split."""
 
 from __future__ import annotations
 
@@ -122,6 +120,19 @@ def user(content: str) -> Message:
 
 def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
+
+
+def train_rows() -> list[dict[str, object]]:
+    """Rows as `data.train` takes them: prompt and answer."""
+    return _prompt_rows(Split.TRAIN, 2048)
+
+
+def held_out_rows() -> list[dict[str, object]]:
+    return _prompt_rows(Split.HELD_OUT, 512)
+
+
+def _prompt_rows(split: Split, count: int) -> list[dict[str, object]]:
+    return [{"prompt": row["messages"], "answer": row["answer"]} for row in rows(split, count, seed=0)]
 
 
 def rows(split: Split, count: int, *, seed: int) -> list[dict[str, object]]:
