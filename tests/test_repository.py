@@ -1,12 +1,14 @@
 """What the repository promises about itself."""
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
-from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
+from processes import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -50,15 +52,23 @@ def test_everything_that_the_docs_name_and_every_test_is_in_the_repository():
         assert str(path.relative_to(ROOT)) in listed
 
 
-def test_pytest_passes_over_no_folder_with_tests(pytestconfig):
-    skipped = pytestconfig.getini("norecursedirs")
-    folders = {part for path in (ROOT / "tests").rglob("test_*.py") for part in path.relative_to(ROOT).parts[:-1]}
-    assert "dist" in folders
-    assert not [folder for folder in folders for pattern in skipped if fnmatch(folder, pattern)]
+def test_the_package_imports_nothing_that_the_wheel_does_not_hold():
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["src/groupwise"]
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                outside = name.split(".")[0] in ("bench", "examples", "tests", "tools")
+                assert not outside, f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
 
 
-def test_ci_runs_the_readmes_test_command():
-    assert "make test" in (ROOT / ".ci" / "run").read_text()
-    assert "make test" in (ROOT / "README.md").read_text()
-    plan = subprocess.run(["make", "-n", "test"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "pytest" in plan
+def test_recipes_load_without_torch():
+    program = (
+        "import sys\n"
+        "from groupwise.recipes import RECIPES, load_recipe\n"
+        "for name in RECIPES: load_recipe(name)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
