@@ -68,7 +68,7 @@ def test_a_local_model_is_drawn_and_explained(capsys, tmp_path):
     lines = [line.split() for line in out.splitlines()]
     metrics = [line for line in lines if line and line[-1].replace(".", "").isdigit() and len(line) >= 8]
     assert len(metrics) == 3 * 3 + 3 * 3
-    assert "15 settings x 2 answers of tiny: 100 %" in err
+    assert "15 settings x 2 answers of tiny 30/30" in err
     drawn = (tmp_path / "drawn.svg").read_text()
     for word in ("tiny: one answer, measured", "milliseconds (p50)", "vision", "prefill", "decode", "blocks", "top-k"):
         assert f"<!-- {word} -->" in drawn

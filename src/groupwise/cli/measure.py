@@ -121,7 +121,7 @@ def _measure(model: MeasuredModel, options: MeasureArguments) -> tuple[dict[Knob
 
     rounds = options.warm_up + options.runs
     label = f"{len(model.settings)} settings x {rounds} answers of {model.name}"
-    with progress_bar(len(model.settings) * rounds, label) as advance:
+    with progress_bar(len(model.settings) * rounds, label) as bar:
         start, cpu_start = time.perf_counter(), time.process_time()
         summaries = measure(
             model,
@@ -129,7 +129,7 @@ def _measure(model: MeasuredModel, options: MeasureArguments) -> tuple[dict[Knob
             runs=options.runs,
             new_tokens=options.new_tokens,
             clock=_CLOCKS[options.clock],
-            after_answer=advance,
+            after_answer=bar.advance,
         )
     return summaries, (time.process_time() - cpu_start) / (time.perf_counter() - start)
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,31 +18,52 @@ from groupwise.training.loop import StepResult
 from groupwise.training.preflight import Check
 
 
-@contextmanager
-def progress_bar(total: float, label: str) -> Iterator[Callable[..., None]]:
-    """Yields `advance(amount=1)`. On stderr: a bar in a terminal, elsewhere plain lines, one per tenth."""
-    console = Console(file=sys.stderr)
-    columns = (
-        TextColumn(label, markup=False),
-        BarColumn(),
-        TextColumn("{task.percentage:.0f} %"),
-        TimeRemainingColumn(),
-    )
-    done, tenths = 0.0, 0
-    if not console.is_terminal:
-        console.print(label, highlight=False, markup=False)
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task(label, total=total)
+class ProgressBar:
+    """A live bar with the time left; a plain line for every tenth where stderr is no terminal."""
 
-        def advance(amount: float = 1) -> None:
-            nonlocal done, tenths
-            done += amount
-            progress.advance(task, amount)
-            if not console.is_terminal and int(10 * done / total) > tenths:
-                tenths = int(10 * done / total)
-                console.print(f"{label}: {10 * tenths} %", highlight=False, markup=False)
+    def __init__(self, total: int, label: str, console: Console):
+        self._total, self._label, self._console = total, label, console
+        self._live = console.is_terminal and not console.quiet
+        self._every = max(1, total // 10)
+        self._completed = 0
+        self._progress = Progress(
+            TextColumn(label),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[details]}", markup=False),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            disable=not self._live,
+        )
+        self._task = self._progress.add_task(label, total=total, details="")
 
-        yield advance
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def start_at(self, completed: int) -> None:
+        """Skip what was done earlier: it says nothing about the speed."""
+        self._completed = completed
+        self._progress.reset(self._task, completed=completed, details="")
+
+    def advance(self, details: str = "") -> None:
+        """One more is complete."""
+        self._completed += 1
+        self._progress.update(self._task, completed=self._completed, details=details)
+        if not self._live and (self._completed in (1, self._total) or self._completed % self._every == 0):
+            line = f"{self._label} {self._completed}/{self._total}  {details}".rstrip()
+            self._console.print(line, highlight=False, soft_wrap=True, markup=False)
+
+
+def progress_bar(total: int, label: str) -> ProgressBar:
+    """For any long work: `with progress_bar(len(settings), "setting") as bar:`, then `bar.advance()` after each."""
+    return ProgressBar(total, label, Console(file=sys.stderr))
 
 
 class ProgressDisplay:
