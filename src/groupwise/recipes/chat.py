@@ -1,4 +1,4 @@
-"""Chat on the embedded arithmetic model, minutes on two cores. The reward is 1 for the correct number."""
+"""Chat on the embedded model and task: sums in a dialogue; the reward is 1 for the right number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSM8K with any causal language model, for 8 accelerators.
+"""GSM8K with a language model of your own, for 8 accelerators.
 
 torchrun --nproc-per-node 8 -m groupwise train chat-gsm8k --workload.policy.model FOLDER_OR_NAME \\
     --workload.data.train train.jsonl --workload.data.held-out test.jsonl

@@ -1,4 +1,4 @@
-"""The controller on the embedded mosaic model: four inference knobs under a latency budget, minutes on two cores."""
+"""The controller on the embedded mosaic model: a latency budget, four knobs, accuracy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def recipe() -> Config:
     return Config(
         MosaicConfig(
             BudgetConfig((0.62, 0.66, 0.7, 0.74, 0.78, 0.82), on_impossible="cheapest"),
-            # fewer than the defaults, so that training and evaluation take minutes
+            # fewer than by default, so that training and judging take no more than minutes
             eval=ControllerEvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
         ),
         steps=1000,
         conditions_per_step=64,
         group_size=16,
         rows_per_pass=512,
-        # Within a hard budget time is nearly free: the small weight breaks ties, so that most groups have spread.
+        # Within a guaranteed budget time is nearly free: the small price settles ties, so that most groups have spread.
         reward=RewardConfig(weights={"compute_cost": 0.2}),
         advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.04, entropy_end=0.0),

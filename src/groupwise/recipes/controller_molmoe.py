@@ -1,4 +1,4 @@
-"""The controller on a LLaVA model with OLMoE experts, like MolmoE-1B, and VQA from disk, for 8 accelerators.
+"""The controller on a LLaVA model with OLMoE experts, as MolmoE-1B is built, and VQA from disk; for 8 accelerators.
 
 torchrun --nproc-per-node 8 -m groupwise train controller-molmoe --workload.model FOLDER --workload.questions FILE ...
 """
@@ -19,7 +19,7 @@ def recipe() -> Config:
         steps=500,
         conditions_per_step=64,
         group_size=8,
-        rows_per_pass=64,  # 64 conditions x 8 members = 8 ranks x 1 pass of 64 rows
+        rows_per_pass=64,  # 64 conditions x 8 members = 8 ranks x 1 pass: everything of a rank in one batch
         reward=RewardConfig(weights={"compute_cost": 0.0}),
         advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.01),

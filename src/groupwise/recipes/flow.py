@@ -1,4 +1,4 @@
-"""Flow on the embedded camera-controlled video model and clips of textured planes, minutes on two cores."""
+"""A small camera-controlled video model on clips of textured planes: everything embedded, minutes on two cores."""
 
 from __future__ import annotations
 

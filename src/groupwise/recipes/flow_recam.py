@@ -1,4 +1,4 @@
-"""ReCamMaster's task on Wan, for 8 GPUs or NPUs: re-render a source clip along another camera path.
+"""ReCamMaster's task on Wan, for 8 NPUs or GPUs: each source clip seen along another camera path, four times.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-recam --workload.pipeline FOLDER --workload.data FILE.jsonl \
   --workload.camera-layers FILE.safetensors --workload.rewards camera=http://127.0.0.1:8000/camera quality=mine:quality

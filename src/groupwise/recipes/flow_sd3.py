@@ -1,4 +1,4 @@
-"""Text to image with Stable Diffusion 3 and LoRA, for 8 GPUs or NPUs.
+"""Pictures by Stable Diffusion 3, for 8 NPUs or GPUs: each prompt 16 times, an adapter is trained.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-sd3 --workload.pipeline FOLDER --workload.data PROMPTS.jsonl \
   --workload.rewards aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text

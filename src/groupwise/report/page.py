@@ -13,7 +13,7 @@ from groupwise.report.charts import Points, bar_chart, legend, line_chart
 from groupwise.report.run_data import RunData, metric_series
 
 _MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_fraction", "grad_norm", "learning_rate")
-_UNITS = {"_s": "seconds, measured", "_share": "fraction", "_fraction": "fraction"}
+_UNITS = {"_s": "seconds, measured", "_share": "share", "_fraction": "share"}
 _MAX_SAMPLES = 12
 _STYLE = """
 :root{color-scheme:light dark;--ink:#222;--soft:#777;--line:#ddd;--card:#fff;--page:#f6f6f4}
@@ -72,8 +72,6 @@ def _results(runs: Sequence[RunData]) -> str:
         before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
         for name in dict.fromkeys([*before, *after]):
             rows.append([run.name, name, _number(before.get(name)), _number(after.get(name))])
-        if "gap_closed" in run.evaluation:
-            rows.append([run.name, "gap to the question-type oracle closed", "", _number(run.evaluation["gap_closed"])])
     skipped = 0 if len(runs) > 1 else 1
     return _table(["run", "metric", "before", "after"][skipped:], [row[skipped:] for row in rows])
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
-from groupwise.training.run_folder import RunFolder, read_jsonl
+from groupwise.core.files import read_jsonl
+from groupwise.training.run_folder import RunFolder
 
 _IMAGES = ("*.png", "*.gif")
 

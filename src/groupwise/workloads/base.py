@@ -136,12 +136,13 @@ class WorkloadConfig:
 
 @dataclass(frozen=True)
 class ReportTable:
-    """A table for the terminal: all cells are text. An empty row separates sections."""
+    """A table for the terminal: all cells are text."""
 
     title: str
     columns: Sequence[str]
     """The first is aligned left, the others right."""
     rows: Sequence[Sequence[str]]
+    """An empty row separates sections."""
     note: str = ""
 
 
