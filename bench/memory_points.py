@@ -1,24 +1,21 @@
-"""The points of bench/memory.py: models by their sizes alone, and the settings they are trained with."""
+"""The points of bench/memory.py: models given by their sizes, and the settings they are trained with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
-from torch import Tensor, nn
 
 from groupwise.core.placement import RolloutRows
 from groupwise.core.shape import StepShape
 from groupwise.memory.architecture import architecture
 from groupwise.memory.plan import MemoryModel
 from groupwise.memory.stages import StepSpec
-from groupwise.memory.trace import trace_update
+from groupwise.memory.trace import TracedStep
 from groupwise.workloads.chat.memory import ChatMemory
-from groupwise.workloads.controller.memory import ControllerMemory, vision_of
-from groupwise.workloads.flow.memory import FlowMemory, video_model
+from groupwise.workloads.controller.memory import ControllerMemory, vision_tower
+from groupwise.workloads.flow.memory import FlowMemory, wan_architecture
 
 Stage = Literal["rollout", "update"]
 
@@ -42,47 +39,38 @@ SO400M |= {"num_channels": 3, "image_size": 336, "patch_size": 14, "vision_use_h
 NO_TOKENS = {"max_position_embeddings": 16384, "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": None}
 
 
-@dataclass(frozen=True)
-class Made:
-    """A policy, and its two stages to be run or followed."""
-
-    policy: nn.Module
-    one_pass: Callable[[], Tensor]
-    rollout: Callable[[], object] = lambda: None
-    frozen: tuple[Tensor, ...] = ()
-    """Weights besides the policy's that are held."""
-    more: tuple[Tensor, ...] = ()
-    """All tensors besides the policy's that are held."""
-    follow_rollout: Callable[[], int] = lambda: 0
-    follow_update: Callable[[], int] | None = None
-
-    def traced(self, stage: Stage, job: StepSpec) -> int:
-        if stage == "rollout":
-            return self.follow_rollout()
-        if self.follow_update is not None:
-            return self.follow_update()
-        return trace_update(self.policy, self.one_pass, job, more=self.more)
-
-
 class Point(Protocol):
     stage: Stage
     true: bool
 
-    def job(self) -> StepSpec: ...
-    def planned(self) -> MemoryModel: ...
-    def made(self, fake: bool) -> Made: ...
+    def spec(self) -> StepSpec: ...
+    def memory_model(self) -> MemoryModel: ...
+    def step(self, fake: bool) -> TracedStep: ...
+    def real_rollout(self, step: TracedStep) -> object: ...
+    def parameters(self, step: TracedStep) -> int: ...
 
 
 def two_groups(rows: int) -> StepSpec:
-    """One group a pass, or less: two groups in all."""
-    return StepSpec(StepShape(10**6, 2, max(2, rows), 1, rows, "whole"), fused=True)
+    """Two groups in all, and one group or less in a pass."""
+    return StepSpec(StepShape(10**6, 2, max(2, rows), 1, rows, "whole"), fused_optimizer=True)
+
+
+class _PointDefaults:
+    """The rollout that is traced is also the one that is measured; all parameters are the policy's."""
+
+    def real_rollout(self, step: TracedStep) -> object:
+        assert step.rollout is not None
+        return step.rollout()
+
+    def parameters(self, step: TracedStep) -> int:
+        return sum(weight.numel() for weight in step.policy.parameters())
 
 
 @dataclass(frozen=True)
-class Chat:
+class Chat(_PointDefaults):
     """Prompts of P tokens, completions of C, a pass of one group."""
 
-    kind: str
+    model_type: str
     sizes: dict[str, Any]
     policy: dict[str, Any] = field(default_factory=dict)
     lengths: tuple[int, int] = (64, 64)
@@ -90,49 +78,40 @@ class Chat:
     true: bool = True
     stage: Stage = "update"
 
-    def job(self) -> StepSpec:
+    def spec(self) -> StepSpec:
         return two_groups(self.rows)
 
-    def planned(self) -> ChatMemory:
-        known = {"lora_rank": self.policy.get("lora_rank"), "dtype": self.policy.get("dtype", "float32")}
-        known |= {"checkpointing": self.policy.get("gradient_checkpointing", False)}
-        known |= {"reference_copies": int(self.policy.get("reference") == "copy")}
-        return ChatMemory(architecture({"model_type": self.kind, **self.sizes}), *self.lengths, **known)
+    def memory_model(self) -> ChatMemory:
+        fields = {"lora_rank": self.policy.get("lora_rank"), "dtype": self.policy.get("dtype", "float32")}
+        fields |= {"checkpointing": self.policy.get("gradient_checkpointing", False)}
+        fields |= {"reference_copies": int(self.policy.get("reference") == "copy")}
+        return ChatMemory(architecture({"model_type": self.model_type, **self.sizes}), *self.lengths, **fields)
 
-    def made(self, fake: bool) -> Made:
+    def step(self, fake: bool) -> TracedStep:
         import transformers
 
-        from groupwise.workloads.chat import trace
         from groupwise.workloads.chat.config import PolicyConfig
+        from groupwise.workloads.chat.trace import chat_step, fake_policy
 
-        config = transformers.AutoConfig.for_model(self.kind, **self.sizes, **NO_TOKENS)
-        policy = trace.fake_policy(config, PolicyConfig(model="-", **self.policy), fake=fake)
-        lengths = {"prompt_tokens": self.lengths[0], "completion_tokens": self.lengths[1]}
-        copy, rows = policy._reference[0], 2 * self.rows
-        held = tuple(copy.parameters()) if copy is not None else ()
-        act = trace.followed_rollout(policy, prompts=2, rows=rows, **lengths)
-        return Made(
-            policy,
-            trace.scored_pass(policy, prompts=1, rows=self.rows, **lengths),
-            lambda: self._rolled_out(policy, rows),
-            more=held,
-            follow_rollout=lambda: trace.traced_rollout(policy, act, rows * self.lengths[1], *held),
-        )
+        config = transformers.AutoConfig.for_model(self.model_type, **self.sizes, **NO_TOKENS)
+        policy = fake_policy(config, PolicyConfig(model="-", **self.policy), fake=fake)
+        return chat_step(policy, self.memory_model(), self.spec())
 
-    def _rolled_out(self, policy: Any, rows: int) -> object:
+    def real_rollout(self, step: TracedStep) -> object:
         """All rows go on to their last token: no token stops them."""
+        from groupwise.workloads.chat.config import SamplingParams
         from groupwise.workloads.chat.engine.generate import generate
-        from groupwise.workloads.chat.engine.sampler import SamplingParams
 
-        (prompt, completion), member = self.lengths, torch.arange(rows) % self.rows
-        group = torch.arange(rows) // self.rows
-        asked = [[1 + nth % 100 for nth in range(prompt)]] * 2
+        (prompt_tokens, completion_tokens), rows = self.lengths, 2 * self.rows
+        group, member = torch.arange(rows) // self.rows, torch.arange(rows) % self.rows
+        prompts = [[1 + index % 100 for index in range(prompt_tokens)]] * 2
         placed = RolloutRows(0, 0, rows, group, member, group)
-        return generate(policy, asked, group.tolist(), placed, SamplingParams(max_new_tokens=completion))
+        sampling = SamplingParams(max_new_tokens=completion_tokens)
+        return generate(cast(Any, step.policy), prompts, group.tolist(), placed, sampling)
 
 
 @dataclass(frozen=True)
-class Flow:
+class Flow(_PointDefaults):
     """Clips of the given latent size; LoRA of rank 4, or all weights."""
 
     sizes: dict[str, Any]
@@ -143,59 +122,57 @@ class Flow:
     true: bool = True
     stage: Stage = "update"
 
-    def job(self) -> StepSpec:
+    def spec(self) -> StepSpec:
         return two_groups(self.rows)
 
-    def planned(self) -> FlowMemory:
+    def memory_model(self) -> FlowMemory:
         rank = 4 if self.part == "lora" else None
-        return FlowMemory(video_model(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
+        return FlowMemory(wan_architecture(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
 
-    def made(self, fake: bool) -> Made:
-        from groupwise.workloads.flow.config import TrainConfig
-        from groupwise.workloads.flow.trace import fake_transformer, followed_rollout, stages_of
+    def step(self, fake: bool) -> TracedStep:
+        from groupwise.workloads.flow.config import TrainedPartsConfig
+        from groupwise.workloads.flow.trace import fake_transformer, flow_step
 
-        train = TrainConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
+        train = TrainedPartsConfig(part=self.part, lora_rank=4)  # type: ignore[arg-type]
         transformer = fake_transformer(self.sizes, train, fake=fake)
-        found = stages_of(transformer, self.planned(), self.job(), fake=fake)
-        follow = partial(followed_rollout, transformer, found)
-        return Made(transformer, found.one_pass, found.rollout, more=found.held, follow_rollout=follow)
+        return flow_step(transformer, self.memory_model(), self.spec(), fake=fake)
 
 
 @dataclass(frozen=True)
-class Knobs:
-    """A frozen LLaVA model under a controller; a pass of one question, all rows at the finest tier."""
+class Controller(_PointDefaults):
+    """A frozen LLaVA model with a controller; a pass of one question, all rows at the finest tier."""
 
     text: dict[str, Any]
     vision: dict[str, Any]
     rows: int = 8
     crops: int = 4
     new_tokens: int = 1
-    number_bytes: int = 4
+    dtype_bytes: int = 4
     true: bool = True
     stage: Stage = "rollout"
 
-    def job(self) -> StepSpec:
+    def spec(self) -> StepSpec:
         return two_groups(self.rows)
 
-    def planned(self) -> ControllerMemory:
+    def memory_model(self) -> ControllerMemory:
         text = architecture({"model_type": "olmoe", **self.text})
         crops = {"low": 1 + self.crops // 4, "medium": 1 + self.crops // 2, "high": 1 + self.crops}
         positions = min(5, text.layers - 1 - text.layers // 4)
         return ControllerMemory(
             text,
-            vision_of(self.vision, text.width),
+            vision_tower(self.vision, text.width),
             crops,
             positions,
             question_tokens=8,
             options=(3, positions, text.top_k // 2 + 1, text.layers // 4 + 1),
-            number_bytes=self.number_bytes,
+            dtype_bytes=self.dtype_bytes,
             new_tokens=self.new_tokens,
         )
 
-    def made(self, fake: bool) -> Made:
+    def step(self, fake: bool) -> TracedStep:
         import transformers
 
-        from groupwise.workloads.controller.trace import fake_controller, followed_rollout, followed_update
+        from groupwise.workloads.controller.trace import controller_step
 
         config = transformers.LlavaConfig(
             vision_config=transformers.SiglipVisionConfig(**self.vision),
@@ -204,16 +181,11 @@ class Knobs:
             vision_feature_select_strategy="full",
             tie_word_embeddings=False,
         )
-        found = fake_controller(config, self.planned(), self.job(), fake=fake)
-        return Made(
-            found.policy,
-            found.one_pass,
-            found.rollout,
-            frozen=found.weights,
-            more=found.frozen,
-            follow_rollout=lambda: followed_rollout(found),
-            follow_update=lambda: followed_update(found, self.job()),
-        )
+        return controller_step(config, self.memory_model(), self.spec(), fake=fake)
+
+    def parameters(self, step: TracedStep) -> int:
+        memory = self.memory_model()
+        return super().parameters(step) + memory.text.parameters + memory.vision.parameters
 
 
 def _points() -> dict[str, Point]:
@@ -245,13 +217,13 @@ def _points() -> dict[str, Point]:
         "flow tiny, all": Flow(WAN, "all"),
         "flow tiny, LoRA": Flow(WAN, "lora"),
         "flow tiny, LoRA, window 2": Flow(WAN, "lora", steps=2),
-        "flow tiny, drawing": Flow(WAN, "all", stage="rollout"),
+        "flow tiny, sampling": Flow(WAN, "all", stage="rollout"),
         "flow 1.4B Wan, LoRA": Flow(WAN_1B, "lora", (16, 21, 60, 104), steps=2, rows=1, true=False),
-        "flow 1.4B Wan, drawing": Flow(WAN_1B, "lora", (16, 21, 60, 104), 2, 1, true=False, stage="rollout"),
-        "controller tiny": Knobs(MOSAIC, SIGLIP),
-        "controller tiny, policy": Knobs(MOSAIC, SIGLIP, stage="update"),
-        "controller tiny, answers of 8": Knobs(MOSAIC, SIGLIP, new_tokens=8),
-        "controller 7.3B OLMoE": Knobs(OLMOE, SO400M, 16, 12, number_bytes=2, true=False),
+        "flow 1.4B Wan, sampling": Flow(WAN_1B, "lora", (16, 21, 60, 104), 2, 1, true=False, stage="rollout"),
+        "controller tiny": Controller(MOSAIC, SIGLIP),
+        "controller tiny, policy": Controller(MOSAIC, SIGLIP, stage="update"),
+        "controller tiny, answers of 8": Controller(MOSAIC, SIGLIP, new_tokens=8),
+        "controller 7.3B OLMoE": Controller(OLMOE, SO400M, 16, 12, dtype_bytes=2, true=False),
     }
 
 

@@ -11,7 +11,7 @@ from processes import ENVIRONMENT, groupwise
 
 import groupwise as gw
 from groupwise.cli.main import main, translate_aliases
-from groupwise.cli.place import label
+from groupwise.cli.place import group_label
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
 
@@ -90,7 +90,7 @@ def test_place_draws_a_map_and_proves_it(capsys):
     assert "8 rollouts" in out
     assert "A0" in out
     assert "Proved: every condition of this step has exactly 4 members, each once." in out
-    assert [label(nth) for nth in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
+    assert [group_label(nth) for nth in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
 
 
 def test_place_of_many_ranks_stays_readable(capsys):
@@ -127,14 +127,14 @@ def test_other_libraries_names_are_accepted(capsys):
         (["train", "fakes:recipe", "--steps", "0"], "steps is 0"),
         (["train", "fakes:recipe", "--loss.clip-low", "7"], "loss.clip_low is 7"),
         (["train", "fakes:recipe", "--optimizer.learning-rate", "0"], "learning_rate is 0"),
-        (["train", "fakes:recipe", "--rows-per-pass", "3"], "Nearest that fit"),
+        (["train", "fakes:recipe", "--rows-per-pass", "0"], "Nearest that fit: rows_per_pass 1."),
         (["train", "fakes:recipe", "--conditions-per-step", "41"], "dataset holds 40 conditions"),
         (["train", "fakes:recipe", "--placement", "scattered"], "whole, spread, shuffled"),
         (["train", "fakes:recipe", "--reward.weights", "acc", "2"], "'acc', which is not a reward"),
         (["train", "fakes:recipe", "--workload.missing-member", "1"], "max_missing_share"),
         (["train", "fakes:recipe", "--trackers", "wandb"], "not installed"),
-        (["check", "fakes:recipe", "--group-size", "5", "--rows-per-pass", "7"], "Nearest that fit"),
-        (["place", "--conditions", "3"], "Nearest that fit: conditions_per_step 4"),
+        (["check", "fakes:recipe", "--conditions-per-step", "50"], "Nearest that fit: conditions_per_step 40."),
+        (["place", "--conditions", "3"], "Nearest that fit: conditions_per_step 2 or 4"),
         (["place", "--step", "-1"], "step is -1"),
         (["train", "fakes:recipe", "--ranks", "2"], "the launcher decides how many ranks there are"),
         (["train", "fakes:recipe", "--optimizer.max-grad-norm", "-1"], "max_grad_norm is -1"),

@@ -32,19 +32,35 @@ def test_json_holds_parts_peak_settings_and_whether_it_fits(config, capsys):
     assert 0.6 < found["settings"]["aggressive"]["utilization"] <= 0.85
 
 
-def test_sharding_divides_what_is_sharded(config, capsys):
-    sizes = []
-    for more in ([], ["--sharded"]):
-        main(["plan", config, "--device-memory", "80GiB", "--ranks", "8", "--json", *more])
-        sizes.append(json.loads(capsys.readouterr().out)["parts"]["update"])
-    for name in ("weights", "gradients", "optimizer"):
-        assert sizes[1][name] == pytest.approx(sizes[0][name] / 8, abs=1)
+@pytest.mark.parametrize("ranks", ["1", "2", "4", "8"])
+@pytest.mark.parametrize("recipe", ["chat", "controller", "flow"])
+def test_every_embedded_recipe_is_planned_for_any_number_of_ranks(recipe, ranks, capsys):
+    assert main(["plan", recipe, "--device-memory", "32GiB", "--ranks", ranks, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"]["current"]["ranks"] == int(ranks)
 
 
-def test_what_does_not_fit_says_by_how_much_and_what_to_lower(config, capsys):
+def test_help_explains_the_options_and_the_fields_of_the_recipe(config, capsys):
+    for arguments in (["chat"], [config], []):
+        assert main(["plan", *arguments, "--help"]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "--device-memory" in text
+        assert "--ranks" in text
+        assert "--group-size" in text
+        assert ("--workload.decode-rows" in text) == (arguments == ["chat"])
+
+
+def test_options_and_fields_may_be_mixed_and_aliases_are_accepted(capsys):
+    assert main(["plan", "chat", "--num-generations=4", "--num-gpus", "2", "--device-memory=32GiB", "--json"]) == 0
+    out, err = capsys.readouterr()
+    current = json.loads(out)["settings"]["current"]
+    assert (current["group_size"], current["ranks"]) == (4, 2)
+    assert "--num-generations is called --group-size here." in err
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_to_reduce(config, capsys):
     assert main(["plan", config, "--device-memory", "24GiB"]) == 2
     said = capsys.readouterr()
-    assert "What to lower first" in said.out
+    assert "What to reduce first" in said.out
     assert "1. rows_per_pass 8 -> 4: saves" in said.out
     assert "does not fit:" in said.err
     assert "are missing" in said.err
@@ -74,9 +90,9 @@ FEW = {
 
 
 @pytest.mark.parametrize("recipe", FEW)
-def test_recipes_are_followed_with_fake_tensors_and_tried_for_real(recipe, capsys):
-    words = ["--device-memory", "32GiB", *SMALL, *FEW[recipe]]
-    assert main(["plan", recipe, *words, "--trace", "--probe", "--json"]) == 0
+def test_recipes_are_traced_with_fake_tensors_and_probed_on_the_device(recipe, capsys):
+    arguments = ["--device-memory", "32GiB", *SMALL, *FEW[recipe]]
+    assert main(["plan", recipe, *arguments, "--trace", "--probe", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     for stage, size in found["trace"].items():
         parts = found["parts"][stage]
@@ -88,18 +104,18 @@ def test_recipes_are_followed_with_fake_tensors_and_tried_for_real(recipe, capsy
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["--device-memory", "32 gigs"], "--device-memory is '32 gigs': it must be a number and a unit"),
         (["--device-memory", "1GiB"], "the weights alone take 4.6 GiB"),
-        (["--ranks", "0"], "--ranks is '0'"),
+        (["--ranks", "0"], "--ranks is 0: it must be at least 1"),
         (["--rows-per-pass", "0"], "rows_per_pass is 0: it must be at least 1"),
-        (["--rows-per-pass", "6"], "Nearest that fit: group_size"),
+        (["--ranks", "3"], "does not divide over 3 ranks: placement 'whole' keeps each group on one rank. Nearest"),
     ],
 )
-def test_bad_input_is_a_clear_answer(config, words, says, capsys):
-    given = [] if "--device-memory" in words else ["--device-memory", "80GiB"]
-    assert main(["plan", config, *given, *words]) == 2
+def test_bad_input_is_a_clear_answer(config, arguments, says, capsys):
+    device = [] if "--device-memory" in arguments else ["--device-memory", "80GiB"]
+    assert main(["plan", config, *device, *arguments]) == 2
     assert says in " ".join(capsys.readouterr().err.split())
 
 
@@ -108,4 +124,4 @@ def test_an_unknown_architecture_and_a_workload_without_a_plan(tmp_path, capsys)
     assert main(["plan", str(tmp_path), "--json"]) == 2
     assert "has model_type 'rwkv'" in json.loads(capsys.readouterr().out)["error"]
     assert main(["plan", "fakes:recipe"]) == 2
-    assert "TinyConfig says nothing about its memory" in capsys.readouterr().err
+    assert "TinyConfig has no memory plan" in capsys.readouterr().err

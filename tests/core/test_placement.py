@@ -1,6 +1,7 @@
 import math
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,32 +14,52 @@ from groupwise.core.shape import PLACEMENTS, StepShape
 
 
 @st.composite
-def shapes(draw, kind=None):
-    """Shapes that fit, whatever their kind, ranks and rows."""
-    kind = kind or draw(st.sampled_from(PLACEMENTS))
-    ranks, rows, group_size = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.integers(2, 12))
-    if kind == "whole":
-        group_size = draw(st.sampled_from([size for size in range(2, 13) if size % rows == 0 or rows % size == 0]))
-    step = ranks * rows // math.gcd(ranks * rows, group_size) if kind != "whole" else ranks * max(1, rows // group_size)
-    per_step = step * draw(st.integers(1, 3))
+def shapes(draw, placement=None):
+    """Shapes that fit, whatever their placement, ranks and rows; rows_per_pass need not divide anything."""
+    placement = placement or draw(st.sampled_from(PLACEMENTS))
+    ranks, rows, group_size = draw(st.integers(1, 6)), draw(st.integers(1, 30)), draw(st.integers(2, 12))
+    smallest = ranks if placement == "whole" else ranks // math.gcd(ranks, group_size)
+    per_step = smallest * draw(st.integers(1, 5))
     conditions = draw(st.one_of(st.just(per_step), st.integers(2 * per_step - 1, 9 * per_step)))
-    return StepShape(conditions, per_step, group_size, ranks, rows, kind)
+    return StepShape(conditions, per_step, group_size, ranks, rows, placement)
 
 
 @given(shapes(), st.integers(0, 10**12), st.integers(0, 2**63 - 1))
-def test_each_condition_has_each_member_once_in_a_seat_of_its_own(shape, step, seed):
+def test_each_condition_has_each_member_once_in_a_slot_of_its_own(shape, step, seed):
     placed = place(shape, seed=seed, step=step)
     members = Counter(zip(placed.condition.tolist(), placed.member.tolist(), strict=True))
     assert set(members.values()) == {1}
     assert Counter(placed.condition.tolist()) == dict.fromkeys(set(placed.condition.tolist()), shape.group_size)
     assert len(set(placed.condition.tolist())) == shape.conditions_per_step
-    seats = {
-        (r, p, s)
-        for r, p, s in zip(placed.rank.tolist(), placed.pass_index.tolist(), placed.slot.tolist(), strict=True)
-    }
-    assert len(seats) == shape.rollouts_per_step
-    assert placed.slot.max() < shape.rows_per_pass
+    slots = list(zip(placed.rank.tolist(), placed.pass_index.tolist(), placed.slot.tolist(), strict=True))
+    assert slots == sorted(set(slots)), "slots are taken rank by rank, pass by pass, none twice"
+    assert placed.slot.max() == shape.largest_pass - 1
     assert placed.pass_index.max() == shape.passes - 1
+
+
+@given(shapes())
+def test_the_passes_are_full_but_for_the_last(shape):
+    placed = place(shape, seed=1, step=2)
+    for rank in range(shape.ranks):
+        passes = list(placed.rows_of(rank).passes())
+        assert len(passes) == shape.passes
+        assert all(len(part) == shape.rows_per_pass for part in passes[:-1])
+        assert sum(map(len, passes)) == shape.rollouts_per_rank
+        for index, part in enumerate(passes):
+            here = (placed.rank == rank) & (placed.pass_index == index)
+            assert torch.equal(placed.group[here], part.group)
+            assert torch.equal(placed.member[here], part.member)
+
+
+@given(shapes(), st.integers(1, 30))
+def test_rows_per_pass_changes_no_rollout_and_no_random_number(shape, rows):
+    placed, again = (place(each, seed=1, step=2) for each in (shape, replace(shape, rows_per_pass=rows)))
+    for rank in range(shape.ranks):
+        here, there = placed.rows_of(rank), again.rows_of(rank)
+        assert torch.equal(here.group, there.group)
+        assert torch.equal(here.member, there.member)
+        numbers = [torch.cat([part.normal(3, 2) for part in run.passes()]) for run in (here, there)]
+        assert torch.equal(*numbers)
 
 
 @given(shapes(), st.integers(0, 1000))
@@ -56,16 +77,20 @@ def test_the_ranks_together_run_what_one_rank_would(shape, step):
     )
 
 
-@given(shapes(kind="whole"))
-def test_whole_keeps_a_group_on_one_rank_and_in_whole_passes(shape):
+@given(shapes(placement="whole"))
+def test_whole_keeps_a_group_on_one_rank_and_in_as_few_passes_as_can_be(shape):
     placed = place(shape, seed=0, step=0)
     assert placed.ranks_touched().tolist() == [1] * shape.conditions_per_step
     for group in placed.group.unique():
-        in_passes = Counter(placed.pass_index[placed.group == group].tolist())
-        assert set(in_passes.values()) == {min(shape.group_size, shape.rows_per_pass)}
+        passes = placed.pass_index[placed.group == group]
+        assert torch.equal(passes.unique(), torch.arange(passes.min(), passes.max() + 1)), "passes that follow another"
+    if shape.group_size % shape.rows_per_pass == 0 or shape.rows_per_pass % shape.group_size == 0:
+        for group in placed.group.unique():
+            in_passes = Counter(placed.pass_index[placed.group == group].tolist())
+            assert set(in_passes.values()) == {min(shape.group_size, shape.rows_per_pass)}
 
 
-@given(shapes(kind="spread"))
+@given(shapes(placement="spread"))
 def test_spread_deals_members_as_evenly_as_can_be(shape):
     placed = place(shape, seed=0, step=0)
     for group in placed.group.unique():
@@ -76,7 +101,7 @@ def test_spread_deals_members_as_evenly_as_can_be(shape):
 
 def test_shuffled_spreads_a_group_over_four_ranks_as_often_as_chance_has_it():
     # 8 ranks x 2 rows, 4 groups of 4: 4 ranks in 61.5 % of groups (8 choose 4 x 2^4 / 16 choose 4), 3 in 36.9 %
-    shape = StepShape(10_000, 4, 4, ranks=8, rows_per_pass=2, kind="shuffled")
+    shape = StepShape(10_000, 4, 4, ranks=8, rows_per_pass=2, placement="shuffled")
     touched = torch.cat([place(shape, seed=0, step=step).ranks_touched() for step in range(2000)])
     assert (touched == 4).double().mean() == pytest.approx(1120 / 1820, abs=0.02)
     assert (touched == 2).double().mean() == pytest.approx(28 / 1820, abs=0.005)
@@ -95,7 +120,9 @@ def test_an_epoch_visits_each_condition_once_and_no_step_repeats_one(conditions,
 
 
 def test_ten_million_conditions_and_4096_ranks_take_under_50_ms():
-    shape = StepShape(10_000_000, conditions_per_step=8192, group_size=8, ranks=4096, rows_per_pass=4, kind="shuffled")
+    shape = StepShape(
+        10_000_000, conditions_per_step=8192, group_size=8, ranks=4096, rows_per_pass=4, placement="shuffled"
+    )
     straddling = 10_000_000 // 8192  # the dearest step: it ends one epoch and begins the next
     for step in (straddling, 10**9):
         milliseconds = []
@@ -115,19 +142,19 @@ def everyone_at_position_zero(shape: StepShape, seed: int, step: int) -> torch.T
 
 
 def test_a_placement_of_ones_own():
-    placed = place(StepShape(2, 2, 2, kind=f"{__name__}:two_halves_swapped"), seed=0, step=0)
+    placed = place(StepShape(2, 2, 2, placement=f"{__name__}:two_halves_swapped"), seed=0, step=0)
     assert placed.group.tolist() == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("name", "says"),
     [("everyone_at_position_zero", "a position of its own"), ("no_such", "cannot be imported")],
 )
-def test_a_wrong_placement_of_ones_own_is_refused(kind, says):
+def test_a_wrong_placement_of_ones_own_is_refused(name, says):
     with pytest.raises(UserError, match=says):
-        place(StepShape(2, 2, 2, kind=f"{__name__}:{kind}"), seed=0, step=0)
+        place(StepShape(2, 2, 2, placement=f"{__name__}:{name}"), seed=0, step=0)
 
 
 def test_an_unknown_placement_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match="whole, spread, shuffled"):
-        place(StepShape(2, 2, 2, kind="scattered"), seed=0, step=0)
+        place(StepShape(2, 2, 2, placement="scattered"), seed=0, step=0)

@@ -80,7 +80,7 @@ def test_a_rollouts_numbers_do_not_depend_on_where_it_runs():
     shape = {"conditions": 20, "conditions_per_step": 4, "group_size": 4}
     drawn = {}
     for ranks, rows, kind in [(1, 1, "whole"), (4, 2, "shuffled"), (8, 2, "spread")]:
-        placed = place(StepShape(**shape, ranks=ranks, rows_per_pass=rows, kind=kind), seed=1, step=9)
+        placed = place(StepShape(**shape, ranks=ranks, rows_per_pass=rows, placement=kind), seed=1, step=9)
         for rank in range(ranks):
             for part in placed.rows_of(rank).passes():
                 for group, member, number in zip(part.group, part.member, part.normal(2, elements=3), strict=True):

@@ -1,4 +1,4 @@
-"""Numbers of parameters, of adapters and of cached keys and values: exact, from a config.json alone."""
+"""Parameters of models and adapters, and the size of the KV cache: exact, from a config.json alone."""
 
 import json
 
@@ -22,29 +22,29 @@ CASES = {
 }
 
 
-def config_of(kind):
+def config_of(model_type):
     known = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return transformers.AutoConfig.for_model(kind, **SMALL, **CASES[kind], **known)
+    return transformers.AutoConfig.for_model(model_type, **SMALL, **CASES[model_type], **known)
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_every_parameter_is_counted(kind, tmp_path):
-    config = config_of(kind)
+@pytest.mark.parametrize("model_type", CASES)
+def test_every_parameter_is_counted(model_type, tmp_path):
+    config = config_of(model_type)
     config.save_pretrained(tmp_path)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert read_architecture(tmp_path).parameters == model.num_parameters()
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "olmoe", "mixtral"])
-def test_every_number_of_an_adapter_is_counted(kind):
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "olmoe", "mixtral"])
+def test_every_parameter_of_an_adapter_is_counted(model_type):
     from groupwise.workloads.chat.config import PolicyConfig
     from groupwise.workloads.chat.engine.policy import make_policy
 
-    model = transformers.AutoModelForCausalLM.from_config(config_of(kind))
+    model = transformers.AutoModelForCausalLM.from_config(config_of(model_type))
     policy = make_policy(model, PolicyConfig(model="-", lora_rank=8, path="plain"))
     trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
-    assert architecture(config_of(kind).to_dict()).adapter_numbers(8) == trained
+    assert architecture(config_of(model_type).to_dict()).lora_params(8) == trained
 
 
 def test_the_cache_of_the_notes_example_is_256_mib():
@@ -73,7 +73,7 @@ def test_the_cache_is_what_a_model_really_keeps():
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"model_type": "mamba"}, "has model_type 'mamba': the arithmetic knows llama"),
+        ({"model_type": "mamba"}, "has model_type 'mamba': the plan knows llama"),
         ({"model_type": "llama", "hidden_size": 8}, "lacks num_hidden_layers"),
         ({}, "has model_type 'None'"),
     ],

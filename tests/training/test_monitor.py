@@ -18,11 +18,11 @@ GIB = 1 << 30
 
 
 class TenMebibytesARow:
-    def stages(self, job):
-        rows = job.shape.rows_per_pass
+    def predict(self, spec):
+        rows = spec.shape.rows_per_pass
         return StageBytes({"weights": 100}, {"weights": 100, "activations": rows * 10 << 20})
 
-    def smaller(self):
+    def reductions(self):
         return []
 
 
@@ -40,7 +40,7 @@ def test_prediction_and_error_stand_beside_the_peak():
     assert seen.predicted == 1000 + 100 + (40 << 20)
     assert seen.error == pytest.approx(0.4 - 1, abs=1e-4)
     assert seen.utilization == pytest.approx(100 / 4096)
-    assert {"peak", "current", "device", "host", "predicted", "utilization", "prediction_error"} == set(seen.plain())
+    assert {"peak", "current", "device", "host", "predicted", "utilization", "prediction_error"} == set(seen.to_dict())
 
 
 def test_a_full_device_is_told_once_with_the_remedy():
@@ -110,8 +110,8 @@ def test_auto_on_resume_takes_what_the_run_used(tmp_path, monkeypatch):
 
 def test_auto_listens_to_the_plan():
     class Hungry(TenMebibytesARow):
-        def stages(self, job):
-            return StageBytes({"weights": 1}, {"activations": (1 << 50) if job.shape.rows_per_pass > 8 else 1})
+        def predict(self, spec):
+            return StageBytes({"weights": 1}, {"activations": (1 << 50) if spec.shape.rows_per_pass > 8 else 1})
 
     class Planned(TinyConfig):
         def memory_model(self):

@@ -16,7 +16,6 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError, is_out_of_memory
-from groupwise.core.shape import StepShape, largest_fitting_rows
 from groupwise.training.checkpoint import read_meta
 from groupwise.training.rollout import split_by_group
 from groupwise.training.run import train
@@ -184,18 +183,6 @@ def test_one_rank_of_two_fails_and_nobody_waits(alone, tmp_path):
     assert "(rank 1 of 2)" in ended.stderr
     assert {e["evaluation_rows"] for e in read_jsonl(tmp_path / "evaluation" / "metrics.jsonl")} == {4}
     assert [e.get("length") for e in read_jsonl(tmp_path / "shrunk" / "metrics.jsonl")] == [None, None, 4, 4]
-
-
-@given(st.integers(2, 12), st.integers(1, 6), st.integers(1, 4), st.sampled_from(["whole", "spread", "shuffled"]))
-def test_every_halving_fits_and_ends_at_one(group_size, groups, ranks, kind):
-    shape = StepShape(100, groups * ranks, group_size, ranks, group_size, kind)
-    rows = shape.rows_per_pass
-    while rows > 1:
-        fewer = largest_fitting_rows(shape, rows // 2)
-        assert 1 <= fewer <= rows // 2
-        StepShape(100, groups * ranks, group_size, ranks, fewer, kind)
-        rows = fewer
-    assert largest_fitting_rows(shape, 0) is None
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=24), st.integers(1, 30))

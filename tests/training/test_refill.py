@@ -23,7 +23,7 @@ from groupwise.training.run_folder import read_jsonl
 @given(st.integers(0, 50), st.integers(0, 9), st.sampled_from(["whole", "spread", "shuffled"]))
 @settings(max_examples=30)
 def test_the_rounds_of_a_step_draw_no_condition_twice_and_share_no_group(step, seed, kind):
-    shape = StepShape(25, 4, 2, ranks=2, rows_per_pass=2, kind=kind)
+    shape = StepShape(25, 4, 2, ranks=2, rows_per_pass=2, placement=kind)
     rounds = [place(shape, seed=seed, step=step, round_index=nth, rounds=3) for nth in range(3)]
     conditions = torch.cat([each.condition.unique() for each in rounds])
     groups = torch.cat([each.group.unique() for each in rounds])

@@ -316,8 +316,8 @@ class Slow(TinyConfig):
         raise AssertionError("it was built: minutes, for a real workload")
 
 
-def test_rows_that_can_never_fit_are_refused_before_anything_is_built():
-    with pytest.raises(UserError, match="rows_per_pass is 7, which neither divides group_size"):
-        set_up(replace(recipe(), workload=Slow(), rows_per_pass=7))
+def test_numbers_that_can_never_fit_are_refused_before_anything_is_built():
+    with pytest.raises(UserError, match="rows_per_pass is 0: it must be at least 1"):
+        set_up(replace(recipe(), workload=Slow(), rows_per_pass=0))
     with pytest.raises(Exception, match="it was built"):
         set_up(replace(recipe(), workload=Slow()))

@@ -1,8 +1,8 @@
-"""Pretrain the embedded flow model on the CPU; run again after a kill, and it goes on where it was.
+"""Pretrain the embedded flow model on the CPU; after a kill, the same command resumes.
 
-python scripts/pretrain_flow.py --folder runs/plane
+    python -m tools.plane --folder runs/plane
 
-To ship it, copy config.json and model.safetensors into the package's asset folder (src/groupwise/workloads/flow/plane).
+To embed the result, copy config.json and model.safetensors into src/groupwise/workloads/flow/tasks/plane/asset.
 """
 
 import time
@@ -16,19 +16,19 @@ from groupwise.workloads.flow.tasks.plane.model import save_plane
 from tools.plane.pretrain import PretrainConfig, pretrain
 
 
-def main(folder: Path, plan: PretrainConfig, checkpoint_every: int = 100, threads: int = 1) -> None:
-    """Train as planned and write the weights.
+def main(folder: Path, config: PretrainConfig, checkpoint_every: int = 100, threads: int = 1) -> None:
+    """Pretrain the embedded flow model and write its weights.
 
     Args:
         folder: Where checkpoints and the model are written.
-        plan: What the run depends on; a checkpoint of another plan is refused.
+        config: What the weights depend on; a checkpoint of another config is refused.
         checkpoint_every: Steps between checkpoints.
-        threads: Of the processor. Another number rounds differently.
+        threads: CPU threads. Another number changes the rounding.
     """
     torch.set_num_threads(threads)
     console = Console(soft_wrap=True, highlight=False)
     started = time.monotonic()
-    save_plane(pretrain(plan, folder, say=console.print, checkpoint_every=checkpoint_every), folder)
+    save_plane(pretrain(config, folder, log=console.print, checkpoint_every=checkpoint_every), folder)
     console.print(f"{(time.monotonic() - started) / 60:.1f} minutes in this call; the model is in {folder}")
 
 

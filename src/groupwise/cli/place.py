@@ -1,4 +1,4 @@
-"""`groupwise place`: the placement of a step, drawn and proved."""
+"""`groupwise place`: the placement of a step as a map, with a proof that every group is complete."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ if TYPE_CHECKING:
 
     from groupwise.core.placement import Placement
 
-_COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
-_MOST_LINES = 24
-_MOST_PASSES = 8
-_MOST_MEMBERS = 16
+_COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta", "bright_yellow")
+_MAX_LINES = 24
+_MAX_PASSES = 8
+_MAX_MEMBERS = 16
 
 
 @dataclass(frozen=True)
 class PlaceArguments:
-    """Show which member of which group runs on which rank, in which pass, and prove that no group is torn.
+    """Show which member of which group runs on which rank, in which pass, and prove that every group is complete.
 
-    A cell such as B2 is member 2 of group B. 'Gathered at' is where a member stands after the ranks' rows are put
-    together rank by rank: siblings are not neighbours there, which is why they are found by id.
+    A cell such as B2 is member 2 of group B. 'Gathered at' is a member's index after the ranks' rows are gathered rank
+    by rank: members of a group are not neighbors there, which is why they are found by id.
     """
 
     conditions: int = 8
     """Conditions of one step: each becomes one group. (--conditions-per-step means the same.)"""
     group_size: int = 4
-    """Members of a group: how often each condition is tried."""
+    """Members of a group: rollouts of each condition."""
     ranks: int = 8
     """Processes, usually one per GPU or NPU."""
     rows_per_pass: int = 2
-    """Rows that one rank runs together."""
+    """Most rows that one rank runs together; the last pass may be smaller."""
     placement: str = "shuffled"
     """whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
     dataset: int | None = None
-    """Conditions in the dataset; None for just those of one step."""
+    """Conditions in the dataset; None for as many as a step has."""
     seed: int = 0
     """Seed of the run."""
     step: int = 0
-    """Any step can be asked for directly."""
+    """Which step to show. Any step can be computed directly."""
 
 
-def run(words: list[str], as_json: bool) -> int:
-    words = [word.replace("--conditions-per-step", "--conditions") for word in words]
-    arguments = parse(PlaceArguments, words, prog="groupwise place")
-    require(arguments.step >= 0, "step", arguments.step, "0 or more")
+def run(arguments: list[str], as_json: bool) -> int:
+    renamed = [argument.replace("--conditions-per-step", "--conditions") for argument in arguments]
+    options = parse(PlaceArguments, renamed, prog="groupwise place")
+    require(options.step >= 0, "step", options.step, "0 or more")
     shape = StepShape(
-        conditions=UNKNOWN_DATASET_SIZE if arguments.dataset is None else arguments.dataset,
-        conditions_per_step=arguments.conditions,
-        group_size=arguments.group_size,
-        ranks=arguments.ranks,
-        rows_per_pass=arguments.rows_per_pass,
-        kind=arguments.placement,
+        conditions=UNKNOWN_DATASET_SIZE if options.dataset is None else options.dataset,
+        conditions_per_step=options.conditions,
+        group_size=options.group_size,
+        ranks=options.ranks,
+        rows_per_pass=options.rows_per_pass,
+        placement=options.placement,
     )
-    if arguments.dataset is None:
-        shape = replace(shape, conditions=arguments.conditions)
+    if options.dataset is None:
+        shape = replace(shape, conditions=options.conditions)
     from groupwise.core.placement import place
 
-    placed = place(shape, seed=arguments.seed, step=arguments.step)
+    placed = place(shape, seed=options.seed, step=options.step)
     if as_json:
-        print_json(as_plain(placed))
+        print_json(to_dict(placed))
     else:
         show(placed)
     return 0
 
 
-def as_plain(placed: Placement) -> dict[str, Any]:
+def to_dict(placed: Placement) -> dict[str, Any]:
     """The whole placement as JSON values."""
     columns = {
         "rank": placed.rank,
@@ -103,12 +103,12 @@ def totals(placed: Placement) -> dict[str, Any]:
             "mean": float(touched.double().mean()),
             "max": int(touched.max()),
         },
-        "every_condition_has_group_size_members": every_group_is_whole(placed),
+        "every_condition_has_group_size_members": groups_are_complete(placed),
     }
 
 
-def every_group_is_whole(placed: Placement) -> bool:
-    """Count, from the rollouts themselves: each condition has each member number exactly once."""
+def groups_are_complete(placed: Placement) -> bool:
+    """Counted from the rollouts themselves: each condition has each member exactly once."""
     import torch
 
     size = placed.shape.group_size
@@ -122,9 +122,7 @@ def show(placed: Placement) -> None:
 
     console, shape = Console(), placed.shape
     console.print(
-        f"{shape.conditions_per_step} conditions x {shape.group_size} members = {shape.rollouts_per_step} rollouts ="
-        f" {shape.ranks} ranks x {shape.passes} passes x {shape.rows_per_pass} rows"
-        f"   ({shape.kind}, seed {placed.seed}, step {placed.step})\n",
+        f"{shape.summary()}   ({shape.placement}, seed {placed.seed}, step {placed.step})\n",
         highlight=False,
     )
     console.print(_map(placed))
@@ -139,21 +137,23 @@ def _map(placed: Placement) -> RenderableType:
     shape = placed.shape
     table = Table(title="Map", title_justify="left", caption_justify="left")
     table.add_column("rank", justify="right")
-    for nth in range(min(shape.passes, _MOST_PASSES)):
-        table.add_column(f"pass {nth}")
+    for index in range(min(shape.passes, _MAX_PASSES)):
+        table.add_column(f"pass {index}")
     first = int(placed.group.min())
-    for rank in range(min(shape.ranks, _MOST_LINES)):
+    for rank in range(min(shape.ranks, _MAX_LINES)):
         cells = []
-        for part in islice(placed.rows_of(rank).passes(), _MOST_PASSES):
+        for part in islice(placed.rows_of(rank).passes(), _MAX_PASSES):
             cell = Text()
-            shown = islice(zip((part.group - first).tolist(), part.member.tolist(), strict=True), _MOST_MEMBERS)
-            for group, member in shown:
-                cell.append(f"{label(group)}{member}", style=f"black on {_COLOURS[group % len(_COLOURS)]}").append(" ")
+            members = zip((part.group - first).tolist(), part.member.tolist(), strict=True)
+            for group, member in islice(members, _MAX_MEMBERS):
+                cell.append(f"{group_label(group)}{member}", style=f"black on {_COLORS[group % len(_COLORS)]}").append(
+                    " "
+                )
             cells.append(cell)
         table.add_row(str(rank), *cells)
-    more = {"ranks": shape.ranks - _MOST_LINES, "passes": shape.passes - _MOST_PASSES}
-    more["rows in each pass"] = shape.rows_per_pass - _MOST_MEMBERS
-    left_out = [f"{count} more {what}" for what, count in more.items() if count > 0]
+    more = {"ranks": shape.ranks - _MAX_LINES, "passes": shape.passes - _MAX_PASSES}
+    more["rows in each pass"] = shape.largest_pass - _MAX_MEMBERS
+    left_out = [f"{count} more {name}" for name, count in more.items() if count > 0]
     if left_out:
         table.caption = f"... and {', '.join(left_out)} (all of them with --json)"
     return table
@@ -166,21 +166,24 @@ def _group_table(placed: Placement) -> RenderableType:
     for heading in ("group", "condition", "ranks", "members at rank.pass.slot", "gathered at"):
         table.add_column(heading, justify="left" if "." in heading or "at" in heading[-2:] else "right")
     first, touched = int(placed.group.min()), placed.ranks_touched().tolist()
-    for nth in range(min(len(touched), _MOST_LINES)):
-        seats = (placed.group == first + nth).nonzero().flatten()
-        seats = seats[placed.member[seats].argsort()]
+    for index in range(min(len(touched), _MAX_LINES)):
+        positions = (placed.group == first + index).nonzero().flatten()
+        positions = positions[placed.member[positions].argsort()]
         where = zip(
-            placed.rank[seats].tolist(), placed.pass_index[seats].tolist(), placed.slot[seats].tolist(), strict=True
+            placed.rank[positions].tolist(),
+            placed.pass_index[positions].tolist(),
+            placed.slot[positions].tolist(),
+            strict=True,
         )
         table.add_row(
-            label(nth),
-            str(int(placed.condition[seats[0]])),
-            str(touched[nth]),
-            " ".join(f"{rank}.{pass_}.{slot}" for rank, pass_, slot in islice(where, _MOST_MEMBERS)),
-            " ".join(map(str, seats[:_MOST_MEMBERS].tolist())) + (" ..." if len(seats) > _MOST_MEMBERS else ""),
+            group_label(index),
+            str(int(placed.condition[positions[0]])),
+            str(touched[index]),
+            " ".join(f"{rank}.{pass_index}.{slot}" for rank, pass_index, slot in islice(where, _MAX_MEMBERS)),
+            " ".join(map(str, positions[:_MAX_MEMBERS].tolist())) + (" ..." if len(positions) > _MAX_MEMBERS else ""),
         )
-    if len(touched) > _MOST_LINES:
-        table.caption = f"... and {len(touched) - _MOST_LINES} more groups (all of them with --json)"
+    if len(touched) > _MAX_LINES:
+        table.caption = f"... and {len(touched) - _MAX_LINES} more groups (all of them with --json)"
     return table
 
 
@@ -189,7 +192,7 @@ def _total_lines(placed: Placement) -> str:
     spread = f"{int(touched.min())} to {int(touched.max())}, {float(touched.double().mean()):.2f} on average"
     verdict = (
         f"[green]Proved:[/] every condition of this step has exactly {shape.group_size} members, each once."
-        if every_group_is_whole(placed)
+        if groups_are_complete(placed)
         else "[red]Broken:[/] some condition does not have each of its members once."
     )
     return (
@@ -202,10 +205,10 @@ def _total_lines(placed: Placement) -> str:
     )
 
 
-def label(nth: int) -> str:
+def group_label(index: int) -> str:
     """A, B, ... Z, AA, AB, ... for the groups of a step."""
     letters = ""
-    while nth >= 0:
-        letters = chr(ord("A") + nth % 26) + letters
-        nth = nth // 26 - 1
+    while index >= 0:
+        letters = chr(ord("A") + index % 26) + letters
+        index = index // 26 - 1
     return letters

@@ -1,49 +1,63 @@
-"""`groupwise plan RECIPE`: how much memory a run will take, before it takes any."""
+"""`groupwise plan RECIPE`: how much memory a run will take, before it is started."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
-from groupwise.cli.arguments import parse, print_json, quiet_stdout, read_config
+from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError, require
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.core.units import format_bytes, parse_bytes
 from groupwise.memory.architecture import read_architecture
-from groupwise.memory.plan import MemoryModel, make_plan
+from groupwise.memory.plan import MemoryModel, MemoryPlan, make_plan
 from groupwise.memory.stages import StepSpec
+from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
+from groupwise.training.config import Config
+from groupwise.workloads.base import WorkloadConfig
 from groupwise.workloads.chat.memory import ChatMemory
 
-if TYPE_CHECKING:
-    from groupwise.training.config import Config
-
 DESCRIPTION = (
-    "Bytes by part for rollout and update, three settings side by side, and what to lower first. Integers only: nothing"
-    " is loaded. Besides the fields of the recipe: --device-memory 32GiB, --ranks 8, --sharded (FSDP, by arithmetic"
-    " alone), --trace (follow a rollout and an update with fake tensors), --probe (run them on this device), --picture"
-    " FILE.png. In place of a recipe, a model's config.json will do: `groupwise plan config.json --help`."
+    "Bytes by part for rollout and update, three settings side by side, and what to reduce first. This is arithmetic:"
+    " no model is loaded unless --trace or --probe is given. In place of a recipe, a language model's config.json will"
+    " do: `groupwise plan config.json --help`."
 )
 
 
-@dataclass(frozen=True)
-class Options:
-    """What `plan` asks besides the recipe's own fields."""
-
-    device: int
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    device_memory: str | None = None
+    """Memory of one device, such as 32GiB or 80GB. None takes this machine's GPU, or its RAM where there is none."""
     ranks: int = 1
-    sharded: bool = False
+    """Processes, usually one per GPU or NPU."""
     trace: bool = False
+    """Trace a rollout and an update with fake tensors, too."""
     probe: bool = False
+    """Run a rollout and an update on this device, too."""
     picture: Path | None = None
+    """Draw the three settings into this PNG file."""
+
+    def __post_init__(self) -> None:
+        require(self.ranks >= 1, "--ranks", self.ranks, "at least 1")
+
+    @property
+    def device_bytes(self) -> int:
+        return _this_device() if self.device_memory is None else parse_bytes(self.device_memory, "--device-memory")
 
 
-@dataclass(frozen=True)
-class ModelArguments:
-    """Plan the training of a language model that is known only by its config.json."""
+@dataclass(frozen=True, kw_only=True)
+class RecipeArguments(PlanOptions):
+    config: Annotated[Config, tyro.conf.arg(name="")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments(PlanOptions):
+    """Plan the training of a language model from its config.json alone."""
 
     model: tyro.conf.Positional[Path]
     """A config.json, or the folder that holds it."""
@@ -52,135 +66,130 @@ class ModelArguments:
     completion_tokens: int = 512
     """Longest completion."""
     conditions_per_step: int = 32
+    """Prompts of a step."""
     group_size: int = 8
+    """Completions of each prompt."""
     rows_per_pass: int = 8
+    """Most rows that go through the model together in training."""
     placement: str = "whole"
+    """Where members run: whole (a group on one rank), spread (over ranks), or shuffled."""
     decode_rows: int = 256
-    """Most rows that are decoded at once."""
+    """Most rows that are decoded together."""
     lora_rank: int | None = None
-    """Rank of an adapter that alone is trained; None trains all weights."""
+    """Rank of a LoRA adapter. Only the adapter is trained; None trains all weights."""
     dtype: Literal["float32", "bfloat16", "float64"] = "bfloat16"
+    """Dtype of the computation, and of frozen weights; trained weights have at least float32."""
     checkpointing: bool = False
     """Keep only the layers' inputs for the backward pass."""
     kl: bool = False
-    """With a reference: a frozen copy, or the adapter switched off."""
+    """With a reference: a frozen copy, or the adapter disabled."""
 
 
-def run(words: list[str], as_json: bool) -> int:
-    options, words = _options(words)
-    config: Config | None = None
-    if words and _is_model(words[0]):
-        model, job = _of_model(parse(ModelArguments, words, prog="groupwise plan"), options)
-    else:
-        config = read_config("plan", words, DESCRIPTION)
-        model, job = _of_recipe(config, options)
-    plan = make_plan(model, job, options.device)
-    checked = _followed(config, job, options, as_json)
+def run(arguments: list[str], as_json: bool) -> int:
+    options = _parse(arguments)
+    config = options.config if isinstance(options, RecipeArguments) else None
+    model, spec = _of_recipe(options) if isinstance(options, RecipeArguments) else _of_model(options)
+    plan = make_plan(model, spec, options.device_bytes)
+    measured = _trace_and_probe(config, spec, options, as_json)
     if options.picture is not None:
         from groupwise.cli.plan_view import draw
 
         draw(plan, options.picture)
     if as_json:
-        print_json({**plan.plain(), **checked})
+        print_json({**plan.to_dict(), **measured})
     else:
         from groupwise.cli.plan_view import show
 
-        show(plan, checked, options.picture)
+        show(plan, measured, options.picture)
     if not plan.fits:
-        missing = plan.current.stages.peak - plan.device
-        print(
-            f"groupwise: the plan does not fit: {format_bytes(plan.current.stages.peak)} are needed on each rank and"
-            f" the device has {format_bytes(plan.device)}, so {format_bytes(missing)} are missing. The list says"
-            " what to lower.",
-            file=sys.stderr,
-        )
+        print(f"groupwise: {_shortage(plan)}", file=sys.stderr)
     return 0 if plan.fits else 2
 
 
-def _is_model(word: str) -> bool:
-    return word.endswith(".json") or (Path(word) / "config.json").is_file()
+def _parse(arguments: Sequence[str]) -> RecipeArguments | ModelArguments:
+    """A model's config.json or a recipe comes first, then plan's own options and the recipe's fields, mixed."""
+    if arguments and _is_model(arguments[0]):
+        return parse(ModelArguments, list(arguments), prog="groupwise plan")
+    if arguments and not arguments[0].startswith("-"):
+        recipe, *fields = arguments
+        default = RecipeArguments(config=load_recipe(recipe))
+        prog = f"groupwise plan {recipe}"
+        return parse(RecipeArguments, fields, prog=prog, description=DESCRIPTION, default=default)
+    if "-h" not in arguments and "--help" not in arguments:
+        raise UserError(f"`groupwise plan` needs a recipe: groupwise plan RECIPE. {RECIPE_NAMING_HELP}")
+    return parse(
+        RecipeArguments,
+        ["--help"],
+        prog="groupwise plan RECIPE",
+        description=f"{DESCRIPTION}\n\n{RECIPE_NAMING_HELP}\n\nBuilt-in recipes: {', '.join(RECIPES)}.",
+        default=RecipeArguments(config=Config(WorkloadConfig())),
+    )
 
 
-def _of_model(asked: ModelArguments, options: Options) -> tuple[MemoryModel, StepSpec]:
+def _is_model(argument: str) -> bool:
+    return argument.endswith(".json") or (Path(argument) / "config.json").is_file()
+
+
+def _of_model(options: ModelArguments) -> tuple[MemoryModel, StepSpec]:
     model = ChatMemory(
-        read_architecture(asked.model),
-        asked.prompt_tokens,
-        asked.completion_tokens,
-        decode_rows=asked.decode_rows,
-        lora_rank=asked.lora_rank,
-        dtype=asked.dtype,
-        checkpointing=asked.checkpointing,
-        reference_copies=int(asked.kl and asked.lora_rank is None),
+        read_architecture(options.model),
+        options.prompt_tokens,
+        options.completion_tokens,
+        decode_rows=options.decode_rows,
+        lora_rank=options.lora_rank,
+        dtype=options.dtype,
+        checkpointing=options.checkpointing,
+        reference_copies=int(options.kl and options.lora_rank is None),
     )
     shape = StepShape(
         UNKNOWN_DATASET_SIZE,
-        asked.conditions_per_step,
-        asked.group_size,
+        options.conditions_per_step,
+        options.group_size,
         options.ranks,
-        asked.rows_per_pass,
-        asked.placement,
+        options.rows_per_pass,
+        options.placement,
     )
-    return model, StepSpec(shape, kl=asked.kl, sharded=options.sharded)
+    return model, StepSpec(shape)
 
 
-def _of_recipe(config: Config, options: Options) -> tuple[MemoryModel, StepSpec]:
+def _of_recipe(options: RecipeArguments) -> tuple[MemoryModel, StepSpec]:
+    config = options.config
     model = config.workload.memory_model()
     if model is None:
         raise UserError(
-            f"{type(config.workload).__name__} says nothing about its memory (its method memory() returns None), so"
-            " there is no arithmetic to do. `groupwise train` measures it step by step; docs/memory.md says how to give"
-            " a workload of your own a plan."
+            f"{type(config.workload).__name__} has no memory plan (its method memory_model() returns None). `groupwise"
+            " train` measures memory step by step; docs/memory.md shows how to give a workload of your own a plan."
         )
-    return model, config.job(ranks=options.ranks, sharded=options.sharded)
+    return model, config.step_spec(ranks=options.ranks)
 
 
-def _followed(config: Config | None, job: StepSpec, options: Options, as_json: bool) -> dict[str, Any]:
-    """What a trace and a probe found, where they were asked for."""
+def _trace_and_probe(config: Config | None, spec: StepSpec, options: PlanOptions, as_json: bool) -> dict[str, Any]:
+    """Peak bytes by stage of a traced and of a real step, as far as they were requested."""
     if config is None and (options.trace or options.probe):
-        raise UserError("--trace and --probe follow a recipe's own code: name a recipe, not a config.json.")
-    found: dict[str, Any] = {}
+        raise UserError("--trace and --probe run a recipe's own code: name a recipe, not a config.json.")
+    measured: dict[str, Any] = {}
     if config is not None and options.trace:
         with quiet_stdout(as_json):
-            found["trace"] = config.workload.trace_memory(job)
+            measured["trace"] = config.workload.trace_memory(spec)
     if config is not None and options.probe:
         from groupwise.training.probe import probe
 
         with quiet_stdout(as_json):
-            found["probe"] = probe(config)
-    return found
+            measured["probe"] = probe(config)
+    return measured
 
 
-def _options(words: list[str]) -> tuple[Options, list[str]]:
-    """Our own words, taken out of those for the recipe."""
-    rest, given = list(words), dict[str, str]()
-    for name in ("--device-memory", "--ranks", "--picture"):
-        for nth, word in enumerate(rest):
-            flag, equals, value = word.partition("=")
-            if flag == name:
-                value = value if equals else "".join(rest[nth + 1 : nth + 2])
-                given[name] = value
-                del rest[nth : nth + (1 if equals else 2)]
-                break
-    switches = {name: name in rest for name in ("--sharded", "--trace", "--probe")}
-    rest = [word for word in rest if word not in switches]
-    ranks = given.get("--ranks", "1")
-    require(ranks.isdigit() and int(ranks) >= 1, "--ranks", repr(ranks), "a whole number, at least 1")
-    device = given.get("--device-memory")
+def _shortage(plan: MemoryPlan) -> str:
+    peak = plan.current.stages.peak
     return (
-        Options(
-            device=_this_device() if device is None else parse_bytes(device, "--device-memory"),
-            ranks=int(ranks),
-            sharded=switches["--sharded"],
-            trace=switches["--trace"],
-            probe=switches["--probe"],
-            picture=Path(given["--picture"]) if "--picture" in given else None,
-        ),
-        rest,
+        f"the plan does not fit: {format_bytes(peak)} are needed on each rank and the device has"
+        f" {format_bytes(plan.device_bytes)}, so {format_bytes(peak - plan.device_bytes)} are missing. The list shows"
+        " what to reduce."
     )
 
 
 def _this_device() -> int:
-    """Memory of the first GPU where NVML tells it, else this machine's RAM."""
+    """Memory of the first GPU that NVML reports, else this machine's RAM."""
     try:
         import pynvml
     except ImportError:

@@ -1,182 +1,158 @@
-"""A plan in the terminal: parts, settings, bars, what to lower.
-The picture of a plan: parts stacked for the three settings, against the device's memory.
-"""
+"""A memory plan on the terminal (tables, bars, what to reduce) and as a chart."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from groupwise.cli.tables import print_table
 from groupwise.core.units import format_bytes
 from groupwise.memory.plan import MemoryPlan, PlannedSetting, nearest_valid_values
 from groupwise.memory.stages import FRAMEWORK_PART
+from groupwise.workloads.base import ReportTable
 
-_COLOURS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
-_BAR = 60
+_BAR_WIDTH = 60
+_BAR_COLORS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
+_CHART_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#223355", "#ee8866")
+_FULL = 0.9
+"""Share of the device from which reductions are shown even if the plan fits."""
 
 
-def show(plan: MemoryPlan, checked: Mapping[str, Any], picture: Path | None) -> None:
-    console = Console(highlight=False)
-    shape = plan.current.shape
+def show(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]], picture: Path | None) -> None:
+    """`measured` has the peak of each stage by trace and by probe, where these were run."""
+    console, current = Console(highlight=False), plan.current
     console.print(
-        f"{shape.conditions_per_step} conditions x {shape.group_size} members on {shape.ranks} ranks, device"
-        f" {format_bytes(plan.device)}; peak {format_bytes(plan.current.stages.peak)} in {plan.current.stages.fullest}"
-        f" = {plan.current.utilization:.0%}"
+        f"{current.shape.conditions_per_step} conditions x {current.shape.group_size} members on"
+        f" {current.shape.ranks} ranks, device {format_bytes(plan.device_bytes)}; peak"
+        f" {format_bytes(current.stages.peak)} in {current.stages.largest_stage} = {current.utilization:.0%}"
     )
-    console.print(_parts(plan.current), _settings(plan), sep="\n")
-    for name, found in plan.settings.items():
-        console.print(_bar(name, found), soft_wrap=True)
-    console.print(_legend(plan), soft_wrap=True)
+    print_table(_parts_table(current))
+    print_table(_settings_table(plan))
+    for name, setting in plan.settings.items():
+        console.print(_bar(name, setting), soft_wrap=True)
+    console.print(_legend(current), soft_wrap=True)
     console.print(f"\n{_explain_group_size(plan)}")
-    if plan.lower and (not plan.fits or plan.current.utilization > 0.9):
-        console.print("\nWhat to lower first, each on top of those before:")
-        for nth, step in enumerate(plan.lower, 1):
-            console.print(f"  {nth}. {step}")
-    near = {name: values for name, values in nearest_valid_values(shape).items() if values}
-    listed = "; ".join(f"{name} {' or '.join(map(str, values))}" for name, values in near.items())
-    console.print(f"\nNearest that divide, one changed at a time: {listed}.")
-    for kind, found_bytes in checked.items():
-        for stage, size in found_bytes.items():
-            parts = getattr(plan.current.stages, stage)
-            planned = sum(parts.values()) - parts[FRAMEWORK_PART]
-            off = f"{planned / size - 1:+.1%}"
-            console.print(
-                f"{kind} of the {stage}: {format_bytes(size)}; planned, without margin: {format_bytes(planned)} ({off})"
-            )
+    if plan.reductions and (not plan.fits or current.utilization > _FULL):
+        console.print("\nWhat to reduce first, each on top of those before:")
+        for number, step in enumerate(plan.reductions, 1):
+            console.print(f"  {number}. {step}")
+    nearest = {name: values for name, values in nearest_valid_values(current.shape).items() if values}
+    listed = "; ".join(f"{name} {' or '.join(map(str, values))}" for name, values in nearest.items())
+    console.print(f"\nNearest values that fit, one changed at a time: {listed}.")
+    for source, peaks in measured.items():
+        for stage, peak in peaks.items():
+            console.print(_compare(source, stage, peak, current))
     if picture is not None:
         console.print(f"Picture: {picture}")
 
 
-def _explain_group_size(plan: MemoryPlan) -> str:
-    """What the numbers that are no memory knobs do."""
-    grown = {name: peak / plan.current.stages.peak - 1 for name, peak in plan.doubled.items()}
-    told = "; ".join(f"twice the {name}: {share:+.1%}" for name, share in grown.items())
-    why = "" if max(grown.values()) < 0.02 else ", because the rollout holds more rows then"
-    return (
-        "group_size and conditions_per_step are loops over passes: training needs no more memory for more of them. The"
-        f" peak changes ({told}{why}). They change how many rollouts a step compares, and so its time and the noise of"
-        " its gradient. rows_per_pass changes memory and speed, never the result."
-    )
-
-
-def _parts(setting: PlannedSetting) -> Table:
-    table = Table(title="Bytes by part, on each rank", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("part", "rollout", "update"):
-        table.add_column(heading, justify="left" if heading == "part" else "right")
-    stages = setting.stages
-    for name in dict.fromkeys([*stages.update, *stages.rollout]):
-        table.add_row(name, *(_size(parts.get(name, 0)) for parts in (stages.rollout, stages.update)))
-    table.add_section()
-    table.add_row("peak", *(_size(sum(parts.values())) for parts in (stages.rollout, stages.update)))
-    return table
-
-
-def _size(size: int) -> str:
-    return format_bytes(size) if size else "-"
-
-
-def _settings(plan: MemoryPlan) -> Table:
-    table = Table(title="Three settings", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in plan.settings:
-        table.add_column(name, justify="right")
-    every, passes = list(plan.settings.values()), plan.current.shape.passes
-    rows = {
-        "rows_per_pass": [str(found.shape.rows_per_pass) for found in every],
-        "conditions_per_step": [str(found.shape.conditions_per_step) for found in every],
-        "group_size": [str(found.shape.group_size) for found in every],
-        "memory on each rank": [format_bytes(found.stages.peak) for found in every],
-        "of the device": [f"{found.utilization:.0%}" for found in every],
-        "rollouts per step": [str(found.shape.rollouts_per_step) for found in every],
-        "passes per step": [str(found.shape.passes) for found in every],
-        "what it buys": [_gain(found, passes, plan.current) for found in every],
-    }
-    for name, cells in rows.items():
-        table.add_row(name, *cells)
-    return table
-
-
-def _gain(found: PlannedSetting, passes: int, current: PlannedSetting) -> str:
-    growth = found.shape.conditions_per_step // current.shape.conditions_per_step
-    fewer = passes * growth / found.shape.passes
-    told = [f"{fewer:.3g}x fewer passes"] if fewer > 1 else [f"{1 / fewer:.3g}x more passes"] if fewer < 1 else []
-    told += [f"{growth}x the groups"] if growth > 1 else []
-    return ", ".join(told) or "-"
-
-
-def _bar(name: str, found: PlannedSetting) -> Text:
-    """Parts side by side, the device's end marked; what does not fit goes beyond it."""
-    parts = getattr(found.stages, found.stages.fullest)
-    whole, text = max(found.device, found.stages.peak), Text(f"{name:<12}")
-    drawn = used = 0
-    for nth, size in enumerate(parts.values()):
-        used += size
-        upto = round(_BAR * used / whole)
-        text.append("█" * (upto - drawn), style=_COLOURS[nth % len(_COLOURS)])
-        drawn = max(drawn, upto)
-    text.append("░" * (_BAR - drawn))
-    text.append(f" {found.utilization:.0%}" + ("" if found.fits else "  does not fit"))
-    return text
-
-
-def _legend(plan: MemoryPlan) -> Text:
-    found = plan.current.stages
-    text = Text(" " * 12)
-    for nth, name in enumerate(getattr(found, found.fullest)):
-        text.append("█ ", style=_COLOURS[nth % len(_COLOURS)]).append(f"{name}  ")
-    return text
-
-
-_CHART_COLORS = (
-    "#4477aa",
-    "#66ccee",
-    "#228833",
-    "#ccbb44",
-    "#ee6677",
-    "#aa3377",
-    "#bbbbbb",
-    "#223355",
-    "#ee8866",
-    "#44bb99",
-)
-
-
 def draw(plan: MemoryPlan, path: Path) -> None:
+    """Parts stacked for both stages of the three settings, against the device's memory."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.8), dpi=80, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    bars = [
-        (f"{name}\n{stage}", getattr(found.stages, stage))
-        for name, found in plan.settings.items()
-        for stage in ("rollout", "update")
-    ]
-    names = list(dict.fromkeys(name for _, parts in bars for name in parts))
-    floor = [0.0] * len(bars)
-    for nth, name in enumerate(names):
-        heights = [parts.get(name, 0) / 2**30 for _, parts in bars]
-        axes.bar(
-            range(len(bars)),
-            heights,
-            bottom=floor,
-            width=0.6,
-            color=_CHART_COLORS[nth % len(_CHART_COLORS)],
-            label=name,
-        )
-        floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    axes.axhline(plan.device / 2**30, color="black", linestyle="--", linewidth=1)
-    axes.text(len(bars) - 0.5, plan.device / 2**30, "device", ha="right", va="bottom", fontsize=9)
-    axes.set_xticks(range(len(bars)), [label for label, _ in bars])
+    bars = {
+        f"{name}\n{stage}": parts
+        for name, setting in plan.settings.items()
+        for stage, parts in setting.stages.to_dict().items()
+    }
+    names = list(dict.fromkeys(name for parts in bars.values() for name in parts))
+    bottom = [0.0] * len(bars)
+    for index, name in enumerate(names):
+        heights = [parts.get(name, 0) / 2**30 for parts in bars.values()]
+        color = _CHART_COLORS[index % len(_CHART_COLORS)]
+        axes.bar(range(len(bars)), heights, bottom=bottom, width=0.6, color=color, label=name)
+        bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+    device_gib = plan.device_bytes / 2**30
+    axes.axhline(device_gib, color="black", linestyle="--", linewidth=1)
+    axes.text(len(bars) - 0.5, device_gib, "device", ha="right", va="bottom", fontsize=9)
+    axes.set_xticks(range(len(bars)), list(bars))
     axes.set_ylabel("GiB on each rank")
-    axes.set_ylim(0, 1.12 * max(*floor, plan.device / 2**30))
+    axes.set_ylim(0, 1.12 * max(*bottom, device_gib))
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path)
+
+
+def _compare(source: str, stage: str, peak: int, setting: PlannedSetting) -> str:
+    parts = setting.stages.to_dict()[stage]
+    planned = sum(parts.values()) - parts[FRAMEWORK_PART]
+    return (
+        f"{source} of the {stage}: {format_bytes(peak)}; planned, without margin: {format_bytes(planned)}"
+        f" ({planned / peak - 1:+.1%})"
+    )
+
+
+def _explain_group_size(plan: MemoryPlan) -> str:
+    growth = {name: peak / plan.current.stages.peak - 1 for name, peak in plan.peak_if_doubled.items()}
+    changes = "; ".join(f"twice the {name}: {share:+.1%}" for name, share in growth.items())
+    why = "" if max(growth.values()) < 0.02 else ", because the rollout holds more rows then"
+    return (
+        "group_size and conditions_per_step are loops over passes: training needs no more memory for more of them. The"
+        f" peak changes ({changes}{why}). They change how many rollouts a step compares, and so its time and the noise"
+        " of its gradient. rows_per_pass changes memory and speed, never the result."
+    )
+
+
+def _parts_table(setting: PlannedSetting) -> ReportTable:
+    stages = (setting.stages.rollout, setting.stages.update)
+    names = dict.fromkeys([*setting.stages.update, *setting.stages.rollout])
+    rows = [[name, *(_size(parts.get(name, 0)) for parts in stages)] for name in names]
+    peak = ["peak", *(_size(sum(parts.values())) for parts in stages)]
+    return ReportTable("Bytes by part, on each rank", ("part", "rollout", "update"), [*rows, [], peak])
+
+
+def _size(size: int) -> str:
+    return format_bytes(size) if size else "-"
+
+
+def _settings_table(plan: MemoryPlan) -> ReportTable:
+    settings = list(plan.settings.values())
+    rows = {
+        "rows_per_pass": [str(setting.shape.rows_per_pass) for setting in settings],
+        "conditions_per_step": [str(setting.shape.conditions_per_step) for setting in settings],
+        "group_size": [str(setting.shape.group_size) for setting in settings],
+        "memory on each rank": [format_bytes(setting.stages.peak) for setting in settings],
+        "of the device": [f"{setting.utilization:.0%}" for setting in settings],
+        "rollouts per step": [str(setting.shape.rollouts_per_step) for setting in settings],
+        "passes per step": [str(setting.shape.passes) for setting in settings],
+        "compared with current": [_difference(setting, plan.current) for setting in settings],
+    }
+    return ReportTable("Three settings", ("", *plan.settings), [[name, *cells] for name, cells in rows.items()])
+
+
+def _difference(setting: PlannedSetting, current: PlannedSetting) -> str:
+    """How many passes fewer or more the same rollouts take, and how many more groups a step has."""
+    growth = setting.shape.conditions_per_step // current.shape.conditions_per_step
+    fewer = current.shape.passes * growth / setting.shape.passes
+    passes = "" if fewer == 1 else f"{fewer:.3g}x fewer passes" if fewer > 1 else f"{1 / fewer:.3g}x more passes"
+    groups = f"{growth}x the groups" if growth > 1 else ""
+    return ", ".join(filter(None, (passes, groups))) or "-"
+
+
+def _bar(name: str, setting: PlannedSetting) -> Text:
+    """Parts side by side, up to the size of the device; what does not fit goes beyond it."""
+    parts = setting.stages.to_dict()[setting.stages.largest_stage]
+    full, text = max(setting.device_bytes, setting.stages.peak), Text(f"{name:<12}")
+    width = used = 0
+    for index, size in enumerate(parts.values()):
+        used += size
+        end = round(_BAR_WIDTH * used / full)
+        text.append("█" * (end - width), style=_BAR_COLORS[index % len(_BAR_COLORS)])
+        width = max(width, end)
+    text.append("░" * (_BAR_WIDTH - width))
+    text.append(f" {setting.utilization:.0%}" + ("" if setting.fits else "  does not fit"))
+    return text
+
+
+def _legend(setting: PlannedSetting) -> Text:
+    text = Text(" " * 12)
+    for index, name in enumerate(setting.stages.to_dict()[setting.stages.largest_stage]):
+        text.append("█ ", style=_BAR_COLORS[index % len(_BAR_COLORS)]).append(f"{name}  ")
+    return text

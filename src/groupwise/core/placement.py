@@ -1,7 +1,8 @@
 """Which member of which group runs on which rank, in which pass: a pure function, the same on every rank.
 
-A *position* is a place in a rank-major gather: position = rank x rollouts_per_rank + pass x rows_per_pass + slot. A
-placement sends every rollout (numbered group by group) to a position; all else follows from that.
+A *position* is an index into the rank-major gather: position = rank x rollouts_per_rank + pass x rows_per_pass + slot,
+where only the last pass of a rank may have fewer than rows_per_pass slots. A placement gives every rollout (numbered
+group by group) a position; all else follows from that.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ PlacementFunction = Callable[[StepShape, int, int], Positions]
 
 
 def whole(shape: StepShape, seed: int, step: int) -> Positions:
-    """Each group on one rank: group-wise rewards and shared prefixes need it."""
+    """Each group on one rank, as group-wise rewards and shared prefixes need it."""
     return torch.arange(shape.rollouts_per_step)
 
 
 def spread(shape: StepShape, seed: int, step: int) -> Positions:
-    """Members dealt to the ranks in turn: a condition's members run side by side, as evenly as can be."""
+    """The members of a group on different ranks, round-robin."""
     rollout = torch.arange(shape.rollouts_per_step)
     return rollout % shape.ranks * shape.rollouts_per_rank + rollout // shape.ranks
 
 
 def shuffled(shape: StepShape, seed: int, step: int) -> Positions:
-    """The k-repeat sampler: every condition group_size times, in random order over ranks and passes."""
+    """All rollouts in random order over ranks and passes, as a k-repeat sampler does it."""
     return random_bits(_PLACEMENT_SALT, seed, step, torch.arange(shape.rollouts_per_step)).argsort()
 
 
 @dataclass(frozen=True)
 class RolloutRows:
-    """Some rollouts to run, each with the key of its random numbers."""
+    """Rollouts to run, each with the key of its random numbers."""
 
     seed: int
     step: int
@@ -58,11 +59,11 @@ class RolloutRows:
         return len(self.group)
 
     def uniform(self, decision: int, elements: int = 1) -> Float[Tensor, "rows elements"]:
-        """Numbers in [0, 1) that belong to these rollouts' decision, wherever they run."""
+        """Numbers in [0, 1) for one decision of these rollouts, wherever they run."""
         return uniform(*self._keys, decision, torch.arange(elements))
 
     def normal(self, decision: int, elements: int = 1) -> Float[Tensor, "rows elements"]:
-        """Standard normal numbers that belong to these rollouts' decision, wherever they run."""
+        """Standard normal numbers for one decision of these rollouts, wherever they run."""
         return normal(*self._keys, decision, torch.arange(elements))
 
     @property
@@ -70,11 +71,11 @@ class RolloutRows:
         return self.seed, self.step, self.group[:, None], self.member[:, None]
 
     def passes(self) -> Iterator[RolloutRows]:
-        """These rows in cuts of `rows_per_pass`."""
+        """These rows in passes of at most `rows_per_pass`; the last may be smaller."""
         for start in range(0, len(self), self.rows_per_pass):
-            cut = slice(start, start + self.rows_per_pass)
+            part = slice(start, start + self.rows_per_pass)
             yield RolloutRows(
-                self.seed, self.step, self.rows_per_pass, self.group[cut], self.member[cut], self.condition[cut]
+                self.seed, self.step, self.rows_per_pass, self.group[part], self.member[part], self.condition[part]
             )
 
 
@@ -108,10 +109,10 @@ class Placement:
 
     @property
     def slot(self) -> Int64[Tensor, " rollouts"]:
-        return self.position % self.shape.rows_per_pass
+        return self.position % self.shape.rollouts_per_rank % self.shape.rows_per_pass
 
     def rows_of(self, rank: int) -> RolloutRows:
-        """What one rank runs, pass after pass."""
+        """The rollouts of one rank, in order."""
         share = slice(rank * self.shape.rollouts_per_rank, (rank + 1) * self.shape.rollouts_per_rank)
         return RolloutRows(
             self.seed,
@@ -129,48 +130,49 @@ class Placement:
 
 
 def place(shape: StepShape, *, seed: int, step: int, round_index: int = 0, rounds: int = 1) -> Placement:
-    """The placement of any step, asked for directly. A step may have further rounds with conditions of their own: all
-    of its rounds together draw no condition twice.
+    """The placement of any step, computed directly. A step may have several rounds, each with other conditions: the
+    rounds of a step together draw no condition twice.
     """
-    drawn = draw_conditions(seed, step, conditions=shape.conditions, per_step=rounds * shape.conditions_per_step)
-    conditions = drawn[round_index * shape.conditions_per_step :][: shape.conditions_per_step]
-    first = step * rounds + round_index
-    positions = _positions(shape, seed, first)
+    per_round = shape.conditions_per_step
+    drawn = draw_conditions(seed, step, conditions=shape.conditions, per_step=rounds * per_round)
+    conditions = drawn[round_index * per_round :][:per_round]
+    round_of_run = step * rounds + round_index
+    positions = _positions(shape, seed, round_of_run)
     _check_is_permutation(positions, shape)
     rollout = torch.empty_like(positions)
     rollout[positions] = torch.arange(shape.rollouts_per_step)
-    nth_group, member = rollout // shape.group_size, rollout % shape.group_size
-    group = first * shape.conditions_per_step + nth_group
-    return Placement(shape, seed, step, group, member, conditions[nth_group])
+    group_of_round, member = rollout // shape.group_size, rollout % shape.group_size
+    group = round_of_run * per_round + group_of_round
+    return Placement(shape, seed, step, group, member, conditions[group_of_round])
 
 
 def _positions(shape: StepShape, seed: int, step: int) -> Positions:
-    function = _placement_function(shape.kind)
-    if shape.kind in PLACEMENTS:
+    function = _placement_function(shape.placement)
+    if shape.placement in PLACEMENTS:
         return function(shape, seed, step)
     try:
         return torch.as_tensor(function(shape, seed, step))
     except Exception as error:
         raise UserError(
-            f"placement '{shape.kind}' raised {type(error).__name__}: {error}. It is called with (shape, seed,"
+            f"placement '{shape.placement}' raised {type(error).__name__}: {error}. It is called with (shape, seed,"
             " step) and returns a position for every rollout."
         ) from error
 
 
-def _placement_function(kind: str) -> PlacementFunction:
+def _placement_function(name: str) -> PlacementFunction:
     """A built-in one, or a user's own: (shape, seed, step) -> a position for every rollout."""
-    if kind in PLACEMENTS:
-        return {"whole": whole, "spread": spread, "shuffled": shuffled}[kind]
-    function: PlacementFunction = import_function(kind, "placement", known=PLACEMENTS)
+    if name in PLACEMENTS:
+        return {"whole": whole, "spread": spread, "shuffled": shuffled}[name]
+    function: PlacementFunction = import_function(name, "placement", known=PLACEMENTS)
     return function
 
 
 def _check_is_permutation(positions: Tensor, shape: StepShape) -> None:
-    """Built-in placements are permutations by construction; a user's own has to be shown to be one."""
+    """Built-in placements are permutations by construction; a user's own must be checked."""
     rollouts = shape.rollouts_per_step
     in_range = positions.shape == (rollouts,) and bool(((positions >= 0) & (positions < rollouts)).all())
     if not in_range or len(torch.unique(positions)) < rollouts:
         raise UserError(
-            f"placement '{shape.kind}' does not give each of the {rollouts} rollouts a position of its own: it must"
-            f" return every number from 0 to {rollouts - 1} exactly once."
+            f"placement '{shape.placement}' does not give each of the {rollouts} rollouts a position of its own: it"
+            f" must return every number from 0 to {rollouts - 1} exactly once."
         )

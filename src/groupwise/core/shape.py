@@ -1,9 +1,10 @@
-"""The arithmetic of a step: what fits, and the nearest values that do. No torch, so `--help` is fast."""
+"""The arithmetic of a step: what fits, and the nearest values that fit. No torch, so `--help` is fast."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from groupwise.core.errors import UserError
 
@@ -14,7 +15,7 @@ UNKNOWN_DATASET_SIZE = 10**12
 
 @dataclass(frozen=True)
 class StepShape:
-    """How many of everything a step has. An impossible combination is refused when it is made."""
+    """How many conditions, rollouts, ranks and passes a step has. What cannot work is refused on construction."""
 
     conditions: int
     """Conditions in the dataset: an epoch visits each of them once."""
@@ -22,11 +23,12 @@ class StepShape:
     group_size: int
     ranks: int = 1
     rows_per_pass: int = 1
-    kind: str = "whole"
+    """Most rows that go through the model together. The last pass may be smaller."""
+    placement: str = "whole"
 
     def __post_init__(self) -> None:
-        for broken in _violations(self):
-            raise UserError(broken + _suggestion(self))
+        for violation in _violations(**vars(self)):
+            raise UserError(violation + _suggestion(vars(self)))
 
     @property
     def rollouts_per_step(self) -> int:
@@ -38,32 +40,63 @@ class StepShape:
 
     @property
     def passes(self) -> int:
-        return self.rollouts_per_rank // self.rows_per_pass
+        return -(-self.rollouts_per_rank // self.rows_per_pass)
+
+    @property
+    def largest_pass(self) -> int:
+        """Rows of the largest pass: rows_per_pass, or all rows of a rank where these are fewer."""
+        return min(self.rows_per_pass, self.rollouts_per_rank)
 
     @property
     def steps_per_epoch(self) -> float:
         """Not rounded: a step that begins in one epoch may end in the next."""
         return self.conditions / self.conditions_per_step
 
+    def summary(self) -> str:
+        """The arithmetic in one line: 8 conditions x 4 members = 32 rollouts = 8 ranks x 2 passes x 2 rows."""
+        last_pass = self.rollouts_per_rank - (self.passes - 1) * self.largest_pass
+        uneven = f" (the last pass has {last_pass})" if last_pass < self.largest_pass else ""
+        return (
+            f"{self.conditions_per_step} conditions x {self.group_size} members = {self.rollouts_per_step} rollouts ="
+            f" {self.ranks} ranks x {self.passes} passes x {self.largest_pass} rows{uneven}"
+        )
 
-def _violations(shape: StepShape) -> Iterator[str]:
-    """The rules that this shape breaks, the simplest first, each as a sentence."""
-    for name in ("conditions", "conditions_per_step", "ranks", "rows_per_pass"):
-        if getattr(shape, name) < 1:
-            yield f"{name} is {getattr(shape, name)}: it must be at least 1."
+
+def nearest_fitting(shape: StepShape, name: str) -> list[int]:
+    """The nearest value below and above the current one with which the whole shape fits, the rest unchanged."""
+    return _nearest_fitting(vars(shape), name)
+
+
+def even_pass_sizes(rollouts: int) -> Iterator[int]:
+    """Values of rows_per_pass that cut `rollouts` into 1, 2, 3, ... passes of nearly equal size, each value once."""
+    rows = rollouts
+    while rows >= 1:
+        passes = -(-rollouts // rows)
+        yield -(-rollouts // passes)
+        rows = -(-rollouts // passes) - 1
+
+
+def _violations(
+    conditions: int, conditions_per_step: int, group_size: int, ranks: int, rows_per_pass: int, placement: str
+) -> Iterator[str]:
+    """The rules that these numbers break, the simplest first, each as a sentence."""
+    counts = {"conditions": conditions, "conditions_per_step": conditions_per_step}
+    counts |= {"ranks": ranks, "rows_per_pass": rows_per_pass}
+    for name, count in counts.items():
+        if count < 1:
+            yield f"{name} is {count}: it must be at least 1."
             return
-    if shape.group_size < 2:
+    if group_size < 2:
         yield (
-            f"group_size is {shape.group_size}: a group is compared with itself, so it needs at least 2 members"
-            " to learn anything. Take 2 or more (8 is common)."
+            f"group_size is {group_size}: a group's rollouts are compared with each other, so it needs at least 2"
+            " members to learn anything. Take 2 or more (8 is common)."
         )
         return
-    yield from _dataset_violations(shape)
-    yield from _placement_violations(shape)
+    yield from _dataset_violations(conditions, conditions_per_step)
+    yield from _placement_violations(conditions_per_step, group_size, ranks, placement)
 
 
-def _dataset_violations(shape: StepShape) -> Iterator[str]:
-    conditions, per_step = shape.conditions, shape.conditions_per_step
+def _dataset_violations(conditions: int, per_step: int) -> Iterator[str]:
     if conditions < per_step:
         yield (
             f"The dataset holds {conditions} conditions and conditions_per_step is {per_step}: a step draws its"
@@ -77,55 +110,40 @@ def _dataset_violations(shape: StepShape) -> Iterator[str]:
         )
 
 
-def _placement_violations(shape: StepShape) -> Iterator[str]:
-    rollouts, seats = shape.rollouts_per_step, shape.ranks * shape.rows_per_pass
-    if shape.kind == "whole" and shape.conditions_per_step % shape.ranks:
+def _placement_violations(per_step: int, group_size: int, ranks: int, placement: str) -> Iterator[str]:
+    if placement == "whole" and per_step % ranks:
         yield (
-            f"conditions_per_step is {shape.conditions_per_step}, which does not divide over {shape.ranks} ranks:"
-            " placement 'whole' keeps each group on one rank."
+            f"conditions_per_step is {per_step}, which does not divide over {ranks} ranks: placement 'whole' keeps each"
+            " group on one rank."
         )
-    if shape.kind == "whole" and shape.group_size % shape.rows_per_pass and shape.rows_per_pass % shape.group_size:
+    if per_step * group_size % ranks:
         yield (
-            f"rows_per_pass is {shape.rows_per_pass}, which neither divides group_size {shape.group_size} nor is a"
-            " multiple of it: placement 'whole' keeps a group in whole passes."
-        )
-    if rollouts % seats:
-        yield (
-            f"conditions_per_step {shape.conditions_per_step} x group_size {shape.group_size} = {rollouts} rollouts"
-            f" do not fill passes of {shape.ranks} ranks x rows_per_pass {shape.rows_per_pass} = {seats} rows."
+            f"conditions_per_step {per_step} x group_size {group_size} = {per_step * group_size} rollouts, which"
+            f" {ranks} ranks cannot share evenly."
         )
 
 
-def _suggestion(shape: StepShape) -> str:
-    """The nearest values that fit, one knob changed at a time."""
+def _suggestion(numbers: Mapping[str, Any]) -> str:
+    """The nearest values that fit, one number changed at a time."""
     options = []
     for name in ("conditions_per_step", "group_size", "rows_per_pass", "ranks"):
-        fitting = nearest_fitting(shape, name)
+        fitting = _nearest_fitting(numbers, name)
         if fitting:
             options.append(f"{name} " + " or ".join(map(str, fitting)))
     return f" Nearest that fit: {'; '.join(options)}." if options else ""
 
 
-def nearest_fitting(shape: StepShape, name: str) -> list[int]:
-    """The nearest value below and above the present one with which the whole shape fits, the rest unchanged."""
-    value = getattr(shape, name)
-    floor, ceiling = value - 1, value + max(shape.ranks * shape.rows_per_pass, shape.group_size, value)
+def _nearest_fitting(numbers: Mapping[str, Any], name: str) -> list[int]:
+    value, conditions = numbers[name], numbers["conditions"]
+    floor, ceiling = value - 1, value + max(numbers["ranks"], numbers["group_size"], value)
     if name == "conditions_per_step":
-        floor, ceiling = min(floor, shape.conditions), min(ceiling, shape.conditions)
-    elif shape.conditions < shape.conditions_per_step:
+        floor, ceiling = min(floor, conditions), min(ceiling, conditions)
+    elif conditions < numbers["conditions_per_step"]:
         return []
-    below = next((v for v in range(floor, 0, -1) if _fits(shape, name, v)), None)
-    above = next((v for v in range(value + 1, ceiling + 1) if _fits(shape, name, v)), None)
+    below = next((v for v in range(floor, 0, -1) if _fits(numbers, name, v)), None)
+    above = next((v for v in range(value + 1, ceiling + 1) if _fits(numbers, name, v)), None)
     return [v for v in (below, above) if v is not None]
 
 
-def largest_fitting_rows(shape: StepShape, most: int) -> int | None:
-    """The largest rows_per_pass up to `most` with which the shape fits; None below 1. One row always fits."""
-    return next((rows for rows in range(most, 0, -1) if _fits(shape, "rows_per_pass", rows)), None)
-
-
-def _fits(shape: StepShape, name: str, value: int) -> bool:
-    """Whether the shape would fit with one number changed (asked without making it, which would raise)."""
-    changed = object.__new__(StepShape)
-    changed.__dict__.update({**shape.__dict__, name: value})
-    return next(_violations(changed), None) is None
+def _fits(numbers: Mapping[str, Any], name: str, value: int) -> bool:
+    return next(_violations(**{**numbers, name: value}), None) is None

@@ -1,22 +1,18 @@
-"""Memory, measured: of the device where there is one, of the process otherwise; and of the host."""
+"""Measured memory: of the accelerator, or of the process where there is none; and of the host."""
 
 from __future__ import annotations
 
 import os
 import resource
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import psutil
 import torch
 
-from groupwise.core.units import format_bytes
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-__all__ = ["MemoryUsage", "PeakMemory", "device_bytes", "format_bytes", "used_bytes"]
 
 
 class Ranks(Protocol):
@@ -25,18 +21,18 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class MemoryUsage:
-    """Bytes of one step, of the fullest rank. All measured but the prediction."""
+    """Bytes of one step, of the rank with the highest peak. All are measured except the prediction."""
 
     peak: int
-    """Highest that was allocated on the device during the step; on the CPU, what the process held at most."""
+    """Peak of what was allocated on the device during the step; on the CPU, peak of the process."""
     current: int
-    """Allocated when the step was done."""
+    """Allocated at the end of the step."""
     device: int
-    """What the device has in all."""
+    """Total memory of the device."""
     host: int
-    """What the process holds in RAM."""
+    """Resident memory of the process."""
     predicted: int | None = None
-    """The plan's peak."""
+    """Peak by the memory plan."""
 
     @property
     def utilization(self) -> float:
@@ -44,18 +40,18 @@ class MemoryUsage:
 
     @property
     def error(self) -> float | None:
-        """Of the prediction: 0.1 when it was a tenth too high."""
+        """Relative error of the prediction: 0.1 when it was a tenth too high."""
         return None if self.predicted is None else self.predicted / self.peak - 1
 
-    def plain(self) -> dict[str, float]:
-        """As metrics.jsonl holds it."""
+    def to_dict(self) -> dict[str, float]:
+        """As in metrics.jsonl."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
         error = {} if self.error is None else {"prediction_error": self.error}
         return {**known, "utilization": self.utilization, **error}
 
 
 class PeakMemory:
-    """Begins to watch the device; a step's peak is what it saw since."""
+    """Peak memory since its construction."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -65,25 +61,24 @@ class PeakMemory:
             torch.accelerator.reset_peak_memory_stats(device)
 
     def over_ranks(self, ranks: Ranks, predicted: int | None = None) -> MemoryUsage:
-        """What was seen until now, on the fullest rank."""
+        """The peak until now, of the rank where it is highest."""
         host = int(psutil.Process().memory_info().rss)
         on_cpu = self._device.type == "cpu"
-        peak = _peak_of_process(host) if on_cpu else int(torch.accelerator.max_memory_allocated(self._device))
+        peak = _process_peak(host) if on_cpu else int(torch.accelerator.max_memory_allocated(self._device))
         current = host if on_cpu else used_bytes(self._device)
-        highest = [int(number) for number in ranks.max(float(peak), float(current), float(host))]
-        here = MemoryUsage(highest[0], highest[1], device_bytes(self._device), highest[2])
-        return replace(here, predicted=predicted)
+        peak, current, host = (int(number) for number in ranks.max(float(peak), float(current), float(host)))
+        return MemoryUsage(peak, current, device_bytes(self._device), host, predicted)
 
 
 def used_bytes(device: torch.device) -> int:
-    """What is allocated on the device now; on the CPU, what this process holds in RAM."""
+    """Bytes that are allocated on the device now; on the CPU, resident memory of this process."""
     if device.type == "cpu":
         return int(psutil.Process().memory_info().rss)
     return int(torch.accelerator.memory_allocated(device))
 
 
 def device_bytes(device: torch.device) -> int:
-    """All the memory that the device has. The processes of one machine share its RAM, and a limit set for them."""
+    """Total memory of the device. On the CPU, ranks of one machine share its RAM, or the limit set for them."""
     if device.type == "cpu":
         limits = [psutil.virtual_memory().total, resource.getrlimit(resource.RLIMIT_AS)[0], _container_limit()]
         return min(limit for limit in limits if limit > 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -99,7 +94,7 @@ def _container_limit() -> int:
 
 
 def _reset_process_peak() -> None:
-    """Linux keeps a process's peak, and forgets it on request; where that is not to be had, the present counts."""
+    """Linux keeps a peak per process and resets it on request. Elsewhere the current memory is used instead."""
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
@@ -107,11 +102,11 @@ def _reset_process_peak() -> None:
         return
 
 
-def _peak_of_process(present: int) -> int:
+def _process_peak(current: int) -> int:
     try:
         with open("/proc/self/status") as file:
             lines = file.read().splitlines()
     except OSError:
-        return present
-    peak = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), present)
-    return max(peak, present)
+        return current
+    peak = next((int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:")), current)
+    return max(peak, current)

@@ -40,7 +40,7 @@ class Monitor:
         self._steps += 1
         if self._model is not None:
             shape = replace(self._job.shape, rows_per_pass=rows_per_pass)
-            peak = self._model.stages(replace(self._job, shape=shape)).peak
+            peak = self._model.predict(replace(self._job, shape=shape)).peak
             memory = replace(memory, predicted=self._base + peak)
         if memory.utilization > FULL:
             self._once("full", f"{_filled(memory)}: the next long rollout may not fit. {self._lower()}")
@@ -50,10 +50,10 @@ class Monitor:
 
     def lower_first(self) -> list[str]:
         """The plan's list, for a run that ran out of memory at one row."""
-        return [str(step) for step in self.plan.lower] if self.plan else []
+        return [str(step) for step in self.plan.reductions] if self.plan else []
 
     def _lower(self) -> str:
-        rows = [step.what for step in self.plan.lower] if self.plan else []
+        rows = [step.description for step in self.plan.reductions] if self.plan else []
         return f"To be safe: {rows[0]}." if rows else "To be safe, lower rows_per_pass."
 
     def _raise(self) -> str:

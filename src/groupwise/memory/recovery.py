@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import OutOfMemoryError, UserError
-from groupwise.core.shape import StepShape, largest_fitting_rows
+from groupwise.core.shape import StepShape
 from groupwise.workloads.base import Workload
 
 
@@ -179,8 +179,6 @@ class Recovery:
 
     def _fewer(self, name: str) -> int | None:
         rows = self._rows(name)
-        if name == "rows_per_pass":
-            return largest_fitting_rows(self.shape, rows // 2)
         if name == "reward_rows":
             # A reward may compare siblings: what a rank has of a group is judged together, however few rows are asked.
             return rows // 2 or None

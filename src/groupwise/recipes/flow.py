@@ -1,4 +1,4 @@
-"""A small camera-controlled video model on clips of textured planes: everything embedded, minutes on two cores."""
+"""The embedded camera-controlled video model on clips of textured planes: minutes on two cores."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from groupwise.workloads.flow.tasks.plane.config import WEIGHTS, PlaneConfig
 
 def recipe() -> Config:
     return Config(
-        PlaneConfig(SamplingConfig(steps=6, eta=0.7, window=WindowConfig("moving", share=0.67, size=2))),
+        PlaneConfig(SamplingConfig(num_inference_steps=6, eta=0.7, window=WindowConfig("sliding", share=0.67, size=2))),
         steps=60,
         conditions_per_step=8,
         group_size=8,

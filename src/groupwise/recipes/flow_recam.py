@@ -1,4 +1,4 @@
-"""ReCamMaster's task on Wan, for 8 NPUs or GPUs: each source clip seen along another camera path, four times.
+"""ReCamMaster's task on Wan, for 8 NPUs or GPUs: clips along another camera path, in groups of 4.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-recam --workload.pipeline FOLDER --workload.data FILE.jsonl \
   --workload.camera-layers FILE.safetensors --workload.rewards camera=http://127.0.0.1:8000/camera quality=mine:quality
@@ -16,7 +16,12 @@ def recipe() -> Config:
     return Config(
         RecamConfig(
             SamplingConfig(
-                steps=20, shift=5.0, eta=0.7, guidance=5.0, storage="bfloat16", window=WindowConfig("moving", size=2)
+                num_inference_steps=20,
+                shift=5.0,
+                eta=0.7,
+                guidance_scale=5.0,
+                latent_dtype="bfloat16",
+                window=WindowConfig("sliding", size=2),
             ),
             reference=True,
             encode_rows_per_pass=1,

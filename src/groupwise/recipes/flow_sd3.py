@@ -1,4 +1,4 @@
-"""Pictures by Stable Diffusion 3, for 8 NPUs or GPUs: each prompt 16 times, an adapter is trained.
+"""Images by Stable Diffusion 3, for 8 NPUs or GPUs: a LoRA adapter, in groups of 16.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-sd3 --workload.pipeline FOLDER --workload.data PROMPTS.jsonl \
   --workload.rewards aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text
@@ -16,7 +16,12 @@ def recipe() -> Config:
     return Config(
         Sd3Config(
             SamplingConfig(
-                steps=10, shift=3.0, eta=0.7, guidance=4.5, storage="bfloat16", window=WindowConfig("moving", size=2)
+                num_inference_steps=10,
+                shift=3.0,
+                eta=0.7,
+                guidance_scale=4.5,
+                latent_dtype="bfloat16",
+                window=WindowConfig("sliding", size=2),
             ),
             reference=True,
         ),

@@ -148,15 +148,10 @@ class Config:
         rows = 1 if self.rows_per_pass == "auto" else self.rows_per_pass
         return StepShape(conditions, self.conditions_per_step, self.group_size, ranks, rows, self.placement)
 
-    def job(self, *, ranks: int = 1, sharded: bool = False, fused: bool = False) -> StepSpec:
+    def step_spec(self, *, ranks: int = 1, fused_optimizer: bool = False) -> StepSpec:
         """The numbers that decide the memory of a run, whatever the dataset's size."""
-        return StepSpec(
-            self.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=ranks),
-            kl=self.loss.kl > 0,
-            ema=self.optimizer.ema_decay is not None,
-            sharded=sharded,
-            fused=fused,
-        )
+        shape = self.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=ranks)
+        return StepSpec(shape, has_ema=self.optimizer.ema_decay is not None, fused_optimizer=fused_optimizer)
 
     @property
     def updates(self) -> int:

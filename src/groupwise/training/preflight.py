@@ -86,8 +86,7 @@ def _shapes_divide(shape: StepShape) -> Check:
     return Check(
         "shapes divide",
         True,
-        f"{shape.conditions_per_step} conditions x {shape.group_size} members = {shape.rollouts_per_step} rollouts ="
-        f" {shape.ranks} ranks x {shape.passes} passes x {shape.rows_per_pass} rows",
+        shape.summary(),
     )
 
 

@@ -12,13 +12,13 @@ import torch
 
 from groupwise.core.errors import OutOfMemoryError
 from groupwise.core.placement import place
-from groupwise.core.shape import largest_fitting_rows
+from groupwise.core.shape import even_pass_sizes
 from groupwise.core.types import Rollouts
 from groupwise.memory.measure import PeakMemory, device_bytes
 from groupwise.memory.monitor import known_memory
-from groupwise.memory.plan import AGGRESSIVE
+from groupwise.memory.plan import AGGRESSIVE, MemoryModel
 from groupwise.memory.recovery import RngAndBuffers, RowLimits, release_memory
-from groupwise.memory.stages import StageBytes, StepSpec
+from groupwise.memory.stages import StepSpec
 from groupwise.training.loop import compute_rewards, generate_rollouts
 from groupwise.training.state import missing_adam_state, reserve_optimizer_memory
 
@@ -47,23 +47,28 @@ def probe(config: Config) -> dict[str, int]:
 
 
 def choose_rows(setup: Setup) -> int:
-    """The largest rows_per_pass that the plan, where there is one, and a real step on the device agree on."""
+    """The largest rows_per_pass, of passes of equal size, that the plan (if any) and a trial step both allow.
+
+    After a trial that does not fit the next one has half the rows, so that few steps are tried.
+    """
     model = known_memory(setup.config.workload)
     device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # the smallest, so that all ranks decide alike
-    job = setup.config.job(ranks=setup.comm.ranks, fused=setup.state.fused)
+    spec = setup.config.step_spec(ranks=setup.comm.ranks, fused_optimizer=setup.state.fused)
     most = setup.shape.rollouts_per_rank
-    while (rows := largest_fitting_rows(setup.shape, most)) is not None:
-        planned = _planned(job, rows, model.stages) if model is not None else None
+    for rows in even_pass_sizes(most):
+        if rows > most:
+            continue
+        planned = _planned(model, spec, rows) if model is not None else None
         if planned is None or planned <= AGGRESSIVE * device:
             measured = _measured(setup, rows)
             if measured is not None and measured <= FULL * device:
                 return rows
-        most = rows - 1
+            most = rows // 2
     return 1
 
 
-def _planned(job: StepSpec, rows: int, stages: Callable[[StepSpec], StageBytes]) -> int:
-    return stages(replace(job, shape=replace(job.shape, rows_per_pass=rows))).with_margin().peak
+def _planned(model: MemoryModel, spec: StepSpec, rows: int) -> int:
+    return model.predict(replace(spec, shape=replace(spec.shape, rows_per_pass=rows))).with_margin().peak
 
 
 def _measured(setup: Setup, rows: int) -> int | None:
@@ -118,5 +123,5 @@ def _peak_counter(setup: Setup) -> Iterator[Callable[[], int]]:
     from groupwise.memory.trace import LiveByteCounter
 
     with LiveByteCounter() as live:
-        live.watch(*(each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)))
+        live.include(*(tensor for tensor in gc.get_objects() if issubclass(type(tensor), torch.Tensor)))
         yield lambda: live.peak

@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from groupwise.memory.measure import MemoryUsage, format_bytes
+from groupwise.core.units import format_bytes
+from groupwise.memory.measure import MemoryUsage
 from groupwise.training.loop import StepResult
 from groupwise.training.preflight import Check
 

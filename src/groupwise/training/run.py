@@ -108,14 +108,14 @@ def _watch(setup: Setup, folder: RunFolder, screen: ProgressDisplay) -> Watch:
     config, on_cpu = setup.config, setup.comm.device.type == "cpu"
     monitor = Monitor(
         known_memory(config.workload),
-        config.job(ranks=setup.comm.ranks, fused=setup.state.fused),
+        config.step_spec(ranks=setup.comm.ranks, fused_optimizer=setup.state.fused),
         device=device_bytes(setup.comm.device),
         base=setup.base_bytes,
         accelerator=not on_cpu,
         warn=screen.warn,
     )
     if monitor.plan is not None and setup.comm.is_main:
-        folder.write("plan.json", monitor.plan.plain())
+        folder.write("plan.json", monitor.plan.to_dict())
     recovery = Recovery(setup.workload, setup.state.cut, setup.shape, screen.warn, grow_after=config.run.grow_after)
     recovery.may_shrink = config.run.may_shrink
     recovery.lower_first = lambda: monitor.lower_first() or GENERAL_ADVICE
@@ -235,9 +235,9 @@ def _train(setup: Setup, folder: RunFolder, screen: ProgressDisplay, watch: Watc
 
 def _log(step: StepResult, folder: RunFolder, trackers: Trackers, comm: Comm) -> None:
     if comm.is_main:
-        folder.append("metrics.jsonl", [{"step": step.step, **step.metrics, "memory_bytes": step.memory.plain()}])
+        folder.append("metrics.jsonl", [{"step": step.step, **step.metrics, "memory_bytes": step.memory.to_dict()}])
         folder.append("samples.jsonl", step.samples)
-    trackers.log({**step.metrics, **{f"memory/{n}": float(v) for n, v in step.memory.plain().items()}}, step.step)
+    trackers.log({**step.metrics, **{f"memory/{n}": float(v) for n, v in step.memory.to_dict().items()}}, step.step)
 
 
 def _save(setup: Setup, folder: RunFolder) -> None:

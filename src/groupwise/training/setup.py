@@ -7,7 +7,7 @@ from pathlib import Path
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape, largest_fitting_rows
+from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
 from groupwise.dist.trackers import check_installed
@@ -60,10 +60,7 @@ def _with_chosen_rows(setup: Setup, checkpoint: Path | None) -> Setup:
     """rows_per_pass auto: a number from here on. A run that goes on keeps its own, which is in the checkpoint."""
     from groupwise.training.probe import choose_rows
 
-    kept = None
-    if checkpoint is not None:  # with other ranks, the most that divide and were tried
-        kept = largest_fitting_rows(setup.shape, read_meta(checkpoint)["config"]["rows_per_pass"])
-    rows = choose_rows(setup) if kept is None else kept
+    rows = choose_rows(setup) if checkpoint is None else read_meta(checkpoint)["config"]["rows_per_pass"]
     config = replace(setup.config, rows_per_pass=rows)
     setup.state.cut = RowLimits(rows)
     shape = config.shape(conditions=setup.workload.num_conditions, ranks=setup.comm.ranks)

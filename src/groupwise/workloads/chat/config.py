@@ -13,7 +13,6 @@ from groupwise.data.rows import OnBadRow
 from groupwise.memory.architecture import read_architecture
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.base import WorkloadConfig
-from groupwise.workloads.chat.memory import ChatMemory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +20,15 @@ if TYPE_CHECKING:
     import torch
 
     from groupwise.memory.stages import StepSpec
+    from groupwise.workloads.chat.memory import ChatMemory
     from groupwise.workloads.chat.workload import ChatWorkload
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens that are prefilled in one forward pass."""
+SAMPLING_LOGITS = 1 << 24
+"""Logits that are held at a time while tokens are sampled."""
+LOGITS_PER_CHUNK, MIN_CHUNK_TOKENS = 1 << 21, 64
+"""Logits that are held at a time while tokens are scored, for at least so many tokens: smaller products are slow."""
 
 
 @dataclass(frozen=True)
@@ -215,8 +222,10 @@ class ChatConfig(WorkloadConfig):
 
     def memory_model(self) -> ChatMemory:
         """By the model's config.json, with the longest prompt and the longest completion in every row."""
+        from groupwise.workloads.chat.memory import ChatMemory
+
         model = read_architecture(self._folder)
-        room = (model.longest or 2048) - self.sampling.max_new_tokens
+        room = (model.max_positions or 2048) - self.sampling.max_new_tokens
         return ChatMemory(
             model,
             prompt_tokens=self.data.max_prompt_tokens or max(1, min(room, PLANNED_PROMPT)),
@@ -233,11 +242,10 @@ class ChatConfig(WorkloadConfig):
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
-        from groupwise.workloads.chat.trace import traced_chat
+        from groupwise.workloads.chat.trace import trace_chat
 
-        return traced_chat(
-            transformers.AutoConfig.from_pretrained(self._folder), self.policy, spec, self.memory_model()
-        )
+        model_config = transformers.AutoConfig.from_pretrained(self._folder)
+        return trace_chat(model_config, self.policy, self.memory_model(), spec)
 
     @property
     def _folder(self) -> Path:

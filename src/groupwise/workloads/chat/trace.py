@@ -1,4 +1,4 @@
-"""A language model's rollout and update followed with fake tensors: the workload's real code, no memory."""
+"""Peak memory of chat's rollout and update, traced with fake tensors through the engine's real code."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ import transformers
 from torch import Tensor
 
 from groupwise.memory.stages import StepSpec
-from groupwise.memory.trace import LiveByteCounter, fake_tensors, replace_with_fake, trace_peak, trace_update
+from groupwise.memory.trace import LiveByteCounter, TracedStep, fake_tensors, replace_with_fake, trace_step
 from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, make_policy
 from groupwise.workloads.chat.engine.sampler import Completion
 from groupwise.workloads.chat.engine.scheduler import Flight
 from groupwise.workloads.chat.engine.score import score
-from groupwise.workloads.chat.memory import DRAWN_BYTES, ChatMemory
+from groupwise.workloads.chat.memory import SAMPLED_TOKEN_BYTES, ChatMemory
+
+
+def trace_chat(model_config: Any, config: PolicyConfig, memory: ChatMemory, spec: StepSpec) -> dict[str, int]:
+    """Peak bytes of a rollout of as many rows as decode together, and of the update's last pass."""
+    return trace_step(chat_step(fake_policy(model_config, config), memory, spec), spec)
 
 
 def fake_policy(model_config: Any, config: PolicyConfig, *, fake: bool = True) -> LanguageModelPolicy:
-    """A policy by its model's config alone: without memory, or with random weights."""
-    kept = torch.float32 if config.lora_rank is None and config.dtype == "bfloat16" else getattr(torch, config.dtype)
+    """A policy from its model's config alone: on fake tensors, or with random weights."""
+    stored = torch.float32 if config.lora_rank is None and config.dtype == "bfloat16" else getattr(torch, config.dtype)
 
     def make() -> Any:  # a policy changes its model's config
-        return transformers.AutoModelForCausalLM.from_config(deepcopy(model_config), dtype=kept)
+        return transformers.AutoModelForCausalLM.from_config(deepcopy(model_config), dtype=stored)
 
     if not fake:
         return make_policy(make(), config)
@@ -34,7 +39,7 @@ def fake_policy(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
         model, frozen = make(), None
         if config.reference == "copy":  # made anew: fake tensors cannot be copied
             frozen = make().requires_grad_(False).eval()
-    with LiveByteCounter():  # answers the check whether prompts can be shared
+    with LiveByteCounter():  # supports the value-dependent check whether prompts can be shared
         if frozen is None:
             policy = make_policy(model, config)
         else:
@@ -45,22 +50,37 @@ def fake_policy(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
     return policy
 
 
-def scored_pass(
-    policy: LanguageModelPolicy, *, prompts: int, rows: int, prompt_tokens: int, completion_tokens: int
-) -> Callable[[], Tensor]:
-    """The loss of one pass whose rows are as long as they may be, dealt evenly to the prompts."""
-    ids = tuple(range(1, completion_tokens + 1))
-    size = policy.causal_lm.config.vocab_size
-    known = torch.zeros(completion_tokens)
-    said = [Completion(tuple(each % size for each in ids), known, known, stopped=True)] * rows
-    asked, of_row = _longest_prompts(policy, prompts, rows, prompt_tokens)
+def chat_step(policy: LanguageModelPolicy, memory: ChatMemory, spec: StepSpec) -> TracedStep:
+    """Both stages with rows as long as they may be. Only rollouts with shared prompts can be traced."""
+    rows, decode_rows = spec.shape.largest_pass, min(memory.decode_rows, spec.shape.rollouts_per_rank)
+    reference = policy._reference[0]
+    with fake_tensors():
+        sampled_tokens = spec.shape.rollouts_per_rank * memory.completion_tokens
+        sampled = torch.empty(sampled_tokens, SAMPLED_TOKEN_BYTES, dtype=torch.uint8)
+    return TracedStep(
+        policy,
+        _update_pass(policy, memory, rows, prompts=spec.conditions_in(rows)),
+        _rollout(policy, memory, decode_rows, prompts=spec.conditions_in(decode_rows))
+        if policy.shares_prompts
+        else None,
+        held=tuple(reference.parameters()) if reference is not None else (),
+        held_in_rollout=(sampled,),
+    )
 
-    def one_pass() -> Tensor:
-        scored = score(policy, asked, of_row, said, SamplingParams(), reference=policy.has_reference)
-        ratio = (scored.logp - scored.logp.detach()).exp()
-        return ratio.mean()
 
-    return one_pass
+def _update_pass(policy: LanguageModelPolicy, memory: ChatMemory, rows: int, *, prompts: int) -> Callable[[], Tensor]:
+    vocabulary, unknown = policy.causal_lm.config.vocab_size, torch.zeros(memory.completion_tokens)
+    tokens = tuple(index % vocabulary for index in range(1, memory.completion_tokens + 1))
+    completions = [Completion(tokens, unknown, unknown, stopped=True)] * rows
+    prompt_tokens, prompt_of_row = _longest_prompts(policy, memory, rows, prompts)
+
+    def update_pass() -> Tensor:
+        scores = score(
+            policy, prompt_tokens, prompt_of_row, completions, SamplingParams(), reference=policy.has_reference
+        )
+        return (scores.logp - scores.logp.detach()).exp().mean()
+
+    return update_pass
 
 
 class _Longest(Flight):
@@ -75,11 +95,10 @@ class _Longest(Flight):
         self._decode()
 
 
-def followed_rollout(
-    policy: LanguageModelPolicy, *, prompts: int, rows: int, prompt_tokens: int, completion_tokens: int
-) -> Callable[[], None]:
+def _rollout(policy: LanguageModelPolicy, memory: ChatMemory, rows: int, *, prompts: int) -> Callable[[], None]:
     """All prompts enter, and decoding at the lengths at which a row's cache grows, up to the last."""
-    asked, of_row = _longest_prompts(policy, prompts, rows, prompt_tokens)
+    asked, of_row = _longest_prompts(policy, memory, rows, prompts)
+    completion_tokens = memory.completion_tokens
     sampling = SamplingParams(max_new_tokens=completion_tokens)
 
     def act() -> None:
@@ -95,35 +114,10 @@ def followed_rollout(
     return act
 
 
-def traced_rollout(policy: LanguageModelPolicy, act: Callable[[], None], drawn_tokens: int, *held: Tensor) -> int:
-    """Highest bytes of a rollout, with AdamW's moments and all that is known of tokens once they are drawn."""
-    trained = [weight for weight in policy.parameters() if weight.requires_grad]
-    with fake_tensors():
-        moments = [torch.empty_like(weight) for weight in trained for _ in range(2)]
-        drawn = torch.empty(drawn_tokens, DRAWN_BYTES, dtype=torch.uint8)
-    return trace_peak(act, *policy.parameters(), *policy.buffers(), *held, *moments, drawn)
-
-
-def traced_chat(model_config: Any, config: PolicyConfig, job: StepSpec, memory: ChatMemory) -> dict[str, int]:
-    """Highest bytes of a rollout of as many rows as decode together, and of the update's last pass."""
-    policy, rows = fake_policy(model_config, config), job.shape.rows_per_pass
-    lengths = {"prompt_tokens": memory.prompt_tokens, "completion_tokens": memory.completion_tokens}
-    one = scored_pass(policy, prompts=job.prompts_in(rows), rows=rows, **lengths)
-    copy = policy._reference[0]
-    held = tuple(copy.parameters()) if copy is not None else ()
-    found = {"update": trace_update(policy, one, job, more=held)}
-    if policy.shares_prompts:
-        decoded = min(memory.decode_rows, job.shape.rollouts_per_rank)
-        act = followed_rollout(policy, prompts=job.prompts_in(decoded), rows=decoded, **lengths)
-        drawn = job.shape.rollouts_per_rank * memory.completion_tokens
-        found = {"rollout": traced_rollout(policy, act, drawn, *held), **found}
-    return found
-
-
 def _longest_prompts(
-    policy: LanguageModelPolicy, prompts: int, rows: int, prompt_tokens: int
+    policy: LanguageModelPolicy, memory: ChatMemory, rows: int, prompts: int
 ) -> tuple[list[list[int]], list[int]]:
-    """Prompts of so many tokens, and which one each row follows: dealt evenly."""
-    size = policy.causal_lm.config.vocab_size
-    asked = [[1 + nth % (size - 1) for nth in range(prompt_tokens)] for _ in range(prompts)]
-    return asked, [row * prompts // rows for row in range(rows)]
+    """Prompts of the longest length, and the prompt of each row, in equal shares."""
+    vocabulary = policy.causal_lm.config.vocab_size
+    tokens = [[1 + index % (vocabulary - 1) for index in range(memory.prompt_tokens)] for _ in range(prompts)]
+    return tokens, [row * prompts // rows for row in range(rows)]

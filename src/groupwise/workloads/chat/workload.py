@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from groupwise.core.groups import content_hash
 from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores
 from groupwise.rewards.call import RewardFunction, call_rewards
@@ -125,9 +125,8 @@ class ChatWorkload(Workload):
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
         """By number, a condition is a question: weights that were trained on others are not continued by mistake."""
-        content = blake2b(self.parts.training.group_ids.numpy().tobytes(), digest_size=16)
-        told = {"questions": self.num_conditions, "content": content.hexdigest()}
-        return {"questions.json": json.dumps(told).encode()}
+        content = content_hash(self.parts.training.group_ids.numpy().tobytes())
+        return {"questions.json": json.dumps({"questions": self.num_conditions, "content": content}).encode()}
 
 
 def _unique_prompts(prompts: PromptSet, conditions: Tensor) -> tuple[list[tuple[int, ...]], list[int]]:

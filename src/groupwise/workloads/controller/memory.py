@@ -1,169 +1,173 @@
-"""Memory of training a controller of a frozen multimodal model: vision, prefix states, cache, policy."""
+"""Memory of training a controller of a frozen multimodal model, by arithmetic. No torch.
+
+Counted are the frozen model, vision, the prefix states of all crop tiers, the KV cache and the controller's network.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
-from groupwise.memory.architecture import Architecture, architecture
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, drop_zero, peak_of_update
-
-ENCODED, FIRST, SECOND, FREQUENCIES = 256, 256, 128, 16
-"""Widths of the controller's network."""
+from groupwise.memory.architecture import Architecture, architecture, read_model_config
+from groupwise.memory.plan import Reduction
+from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.workloads.controller.config import BUDGET_DIM, NUM_FREQUENCIES, STAGE_ONE_DIM, STAGE_TWO_DIM
 
 
 @dataclass(frozen=True)
 class VisionTower:
-    """A vision tower that sees crops of one size, and a projector of two layers."""
+    """A vision tower for crops of one size, and a projector of two layers."""
 
     width: int
     layers: int
-    inner: int
+    ffn_dim: int
     patches: int
-    """Tokens that one crop becomes."""
-    patch_numbers: int
-    """Numbers of one patch of pixels."""
+    """Tokens of one crop."""
+    patch_pixels: int
+    """Numbers of one patch: channels x side x side."""
     text_width: int
 
     @property
     def parameters(self) -> int:
-        wide = self.width
-        block = 4 * (wide * wide + wide) + 2 * wide * self.inner + self.inner + wide + 4 * wide
-        ends = self.patch_numbers * wide + wide + self.patches * wide + 2 * wide
-        projector = wide * self.text_width + self.text_width + self.text_width * self.text_width + self.text_width
-        return self.layers * block + ends + projector
+        """All of them, exactly."""
+        width, text = self.width, self.text_width
+        block = 4 * (width * width + width) + 2 * width * self.ffn_dim + self.ffn_dim + width + 4 * width
+        embeddings_and_norm = self.patch_pixels * width + width + self.patches * width + 2 * width
+        projector = width * text + text + text * text + text
+        return self.layers * block + embeddings_and_norm + projector
 
 
 @dataclass(frozen=True)
 class ControllerMemory:
-    """A frozen model whose answers are computed while a small policy learns its knobs."""
+    """A frozen model that answers while a small policy learns to choose its knobs."""
 
     text: Architecture
     vision: VisionTower
     crops: Mapping[str, int]
-    """Crops of every tier, the overview among them."""
+    """Crops of every tier, the overview included."""
     positions: int
     """Blocks before the last insertion position: computed for all tiers of a question."""
     question_tokens: int
     options: tuple[int, int, int, int] = (3, 5, 5, 5)
-    """Tiers, insertion positions, top-ks, totals of blocks."""
-    number_bytes: int = 4
+    """How many tiers, insertion positions, top-ks and totals of blocks there are to choose from."""
+    dtype_bytes: int = 4
     new_tokens: int = 1
 
     def prompt_tokens(self, crops: int) -> int:
         return crops * self.vision.patches + self.question_tokens
 
     @property
-    def policy_numbers(self) -> int:
-        """The controller's network, exactly."""
-        tiers, positions, top_ks, totals = self.options
-        heads = sum((wide + 1) * count for wide, count in _heads(tiers, positions, top_ks, totals))
-        encoder = 2 * FREQUENCIES * ENCODED + ENCODED + ENCODED * ENCODED + ENCODED
-        first = (self.text.width + 1) * FIRST + (ENCODED + 1) * FIRST + (2 * FIRST + 1) * FIRST
-        second = (self.text.width + 1) * SECOND + (ENCODED + 1) * SECOND + positions * SECOND + (SECOND + 1) * SECOND
-        return encoder + first + second + heads
+    def policy_params(self) -> int:
+        """Parameters of the controller's network, exactly."""
+        positions = self.options[1]
+        widths = (STAGE_ONE_DIM, STAGE_ONE_DIM, STAGE_TWO_DIM, STAGE_TWO_DIM)
+        heads = sum((width + 1) * count for width, count in zip(widths, self.options, strict=True) if count > 1)
+        encoder = _linear(2 * NUM_FREQUENCIES, BUDGET_DIM) + _linear(BUDGET_DIM, BUDGET_DIM)
+        inputs_one = _linear(self.text.width, STAGE_ONE_DIM) + _linear(BUDGET_DIM, STAGE_ONE_DIM)
+        inputs_two = _linear(self.text.width, STAGE_TWO_DIM) + _linear(BUDGET_DIM, STAGE_TWO_DIM)
+        stage_one = inputs_one + _linear(2 * STAGE_ONE_DIM, STAGE_ONE_DIM)
+        stage_two = inputs_two + positions * STAGE_TWO_DIM + _linear(STAGE_TWO_DIM, STAGE_TWO_DIM)
+        return encoder + stage_one + stage_two + heads
 
-    def stages(self, job: StepSpec) -> StageBytes:
-        policy = WeightBytes(0, self.policy_numbers)
-        held = policy.parts(job)
-        frozen = (self.text.parameters + self.vision.parameters) * self.number_bytes
-        held = {"frozen model": frozen} | held
-        rollout = {name: held[name] for name in ("frozen model", "weights", "optimizer", "averaged weights")}
-        rows = job.shape.rows_per_pass
-        shared = job.prompts_in(rows) * (4 * ENCODED + 6 * FIRST + self.text.width)
-        learned = {"activations": (shared + rows * (6 * SECOND + self.text.width)) * 4}
-        if job.shape.passes > 1:  # of one layer, before it is added to those of earlier passes
-            learned["gradient of a layer"] = FIRST * max(2 * FIRST, self.text.width) * 4
-        update = peak_of_update(held, [learned], policy.in_step(job), one_pass=job.shape.passes == 1)
-        return StageBytes(drop_zero({**rollout, **self._rollout(job)}), drop_zero(update))
-
-    def _rollout(self, job: StepSpec) -> dict[str, int]:
-        """Every question of a pass is new, all rows look as finely as they can, and no two go on alike from their
-        insertion positions, which are spread evenly: nothing is remembered or shared beyond the prefix.
-        """
-        rows, text, number = job.shape.rows_per_pass, self.text, self.number_bytes
-        questions = job.prompts_in(rows)
-        per_block = text.width + 2 * text.kv_width  # the state after it, keys and values
-        every_tier = sum(map(self.prompt_tokens, self.crops.values()))
-        longest = self.prompt_tokens(max(self.crops.values()))
-        prefix = questions * every_tier * (self.positions * per_block + text.width) * number
-        own_blocks = text.layers - (self.positions + 1) / 2
-        more = self.new_tokens - 1
-        kept_width = text.width + (own_blocks * 2 * text.kv_width if more else 0)  # keys and values for tokens to come
-        cache = int(rows * longest * kept_width) * number
-        one_block = int(rows * longest * (self._wide_moment(rows / questions) + per_block)) * number
-        seen = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
-        vision = seen * self.vision.patches * (5 * self.vision.width + 2 * self.vision.inner) * number
-        decoding = text.kv_bytes(rows * (longest + more), number) if more else 0  # a copy with room for new tokens
-        moment = max(
-            {"activations": max(one_block, vision)}, {"decoding": decoding}, key=lambda parts: sum(parts.values())
+    def predict(self, spec: StepSpec) -> StageBytes:
+        policy = WeightBytes(0, self.policy_params)
+        frozen = (self.text.parameters + self.vision.parameters) * self.dtype_bytes
+        persistent = {"frozen model": frozen} | policy.by_part(spec)
+        temporaries, one_pass = policy.optimizer_temporaries(spec), spec.shape.passes == 1
+        return StageBytes(
+            peak_of_rollout(persistent, self._rollout_peaks(spec)),
+            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_pass),
         )
-        return {
+
+    def _update_peak(self, spec: StepSpec) -> dict[str, int]:
+        rows, text = spec.shape.largest_pass, self.text
+        per_question = 4 * BUDGET_DIM + 6 * STAGE_ONE_DIM + text.width
+        per_row = 6 * STAGE_TWO_DIM + text.width
+        parts = {"activations": (spec.conditions_in(rows) * per_question + rows * per_row) * 4}
+        if spec.shape.passes > 1:  # of one layer, before it is added to those of earlier passes
+            parts["gradient of a layer"] = STAGE_ONE_DIM * max(2 * STAGE_ONE_DIM, text.width) * 4
+        return parts
+
+    def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
+        """In the worst case: every question of a pass is new, all rows take the finest tier, and no two rows of a
+        question share a path behind their insertion positions, which are spread evenly. So nothing is cached or shared
+        beyond the prefix.
+        """
+        rows, text, number = spec.shape.largest_pass, self.text, self.dtype_bytes
+        questions = spec.conditions_in(rows)
+        state_and_kv = text.width + 2 * text.kv_width
+        tokens_of_all_tiers = sum(map(self.prompt_tokens, self.crops.values()))
+        longest = self.prompt_tokens(max(self.crops.values()))
+        prefix = questions * tokens_of_all_tiers * (self.positions * state_and_kv + text.width) * number
+        blocks_after_prefix = text.layers - (self.positions + 1) / 2
+        later_tokens = self.new_tokens - 1
+        kept_width = text.width + (blocks_after_prefix * 2 * text.kv_width if later_tokens else 0)
+        always = {
             "prefix states": prefix,
-            "KV cache and states": cache,
-            **moment,
+            "KV cache and states": int(rows * longest * kept_width) * number,
             "logits": rows * text.vocabulary * number,
         }
+        block = int(rows * longest * (self._ffn_peak(rows / questions) + state_and_kv)) * number
+        encoded_crops = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
+        vision = encoded_crops * self.vision.patches * (5 * self.vision.width + 2 * self.vision.ffn_dim) * number
+        # decoding copies the cache, with room for new tokens
+        decoding = text.kv_bytes(rows * (longest + later_tokens), number) if later_tokens else 0
+        return [{**always, "activations": max(block, vision)}, {**always, "decoding": decoding}]
 
-    def _wide_moment(self, members: float) -> float:
-        """Numbers of a token inside the feed-forward part or its experts."""
+    def _ffn_peak(self, rows_per_question: float) -> float:
+        """Numbers per token at the peak of the feed-forward part or its experts."""
         text = self.text
-        times = self._mean_top_k(members) if text.experts else 1
-        return times * max(4 * text.inner, 3 * text.inner + text.width) + 2 * text.width
+        experts = self._mean_top_k(rows_per_question) if text.experts else 1
+        return experts * max(4 * text.ffn_dim, 3 * text.ffn_dim + text.width) + 2 * text.width
 
-    def _mean_top_k(self, members: float) -> float:
-        """Of a question's rows, if no two go on alike: at full top-k all positions would be the same way."""
+    def _mean_top_k(self, rows_per_question: float) -> float:
+        """Over a question's rows, if no two share a path: at full top-k all insertion positions give the same path."""
         _, positions, top_ks, _ = self.options
-        fewer = [self.text.top_k - less for less in range(1, top_ks) for _ in range(positions)]
-        taken = fewer[: max(1, round(members))] or [self.text.top_k]
-        return sum(taken) / len(taken)
+        below_full = [self.text.top_k - less for less in range(1, top_ks) for _ in range(positions)]
+        top_k_of_rows = below_full[: max(1, round(rows_per_question))] or [self.text.top_k]
+        return sum(top_k_of_rows) / len(top_k_of_rows)
 
-    def smaller(self) -> list[tuple[str, ControllerMemory, bool]]:
-        found: list[tuple[str, ControllerMemory, bool]] = []
-        now = self
-        if now.number_bytes > 2:
-            now = replace(now, number_bytes=2)
-            found.append(("dtype bfloat16 of the frozen model", now, True))
-        if len(now.crops) > 1:
-            fewer = dict(sorted(now.crops.items(), key=lambda pair: pair[1])[:-1])
-            now = replace(now, crops=fewer)
-            found.append(("no finest tier of crops", now, True))
-        return found
-
-
-def _heads(tiers: int, positions: int, top_ks: int, totals: int) -> list[tuple[int, int]]:
-    """(width, options) of each head that has a choice."""
-    every = [(FIRST, tiers), (FIRST, positions), (SECOND, top_ks), (SECOND, totals)]
-    return [(wide, count) for wide, count in every if count > 1]
+    def reductions(self) -> list[Reduction]:
+        reductions: list[Reduction] = []
+        memory = self
+        if memory.dtype_bytes > 2:
+            memory = replace(memory, dtype_bytes=2)
+            reductions.append(Reduction("dtype", "bfloat16", memory, effect="of the frozen model", changes_result=True))
+        if len(memory.crops) > 1:
+            fewer = dict(sorted(memory.crops.items(), key=lambda tier: tier[1])[:-1])
+            memory = replace(memory, crops=fewer)
+            reductions.append(Reduction("crops", "without the finest tier", memory, changes_result=True))
+        return reductions
 
 
-def read_frozen(folder: Path) -> tuple[Architecture, VisionTower]:
-    """Text and vision of a LLaVA model by its config.json."""
+def read_llava(folder: Path) -> tuple[Architecture, VisionTower]:
+    """Text model and vision tower of a LLaVA model, from its config.json."""
     file = folder / "config.json"
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} cannot be read as a model's config.json ({error}). Check the path.") from error
+    content = read_model_config(file)
     if content.get("model_type") != "llava":
         raise UserError(
-            f"{file} has model_type '{content.get('model_type')}': the arithmetic knows llava. `groupwise plan RECIPE"
-            " --probe` runs a real step instead."
+            f"{file} has model_type '{content.get('model_type')}': the plan knows llava. `groupwise plan RECIPE"
+            " --probe` measures a real step instead."
         )
     text = architecture(content["text_config"], f"text_config of {file}")
-    return text, vision_of(content["vision_config"], text.width)
+    return text, vision_tower(content["vision_config"], text.width)
 
 
-def vision_of(content: Mapping[str, Any], text_width: int) -> VisionTower:
+def vision_tower(content: Mapping[str, Any], text_width: int) -> VisionTower:
+    """From the vision_config of a config.json."""
     patch, side = int(content["patch_size"]), int(content["image_size"])
     return VisionTower(
         width=int(content["hidden_size"]),
         layers=int(content["num_hidden_layers"]),
-        inner=int(content["intermediate_size"]),
+        ffn_dim=int(content["intermediate_size"]),
         patches=(side // patch) ** 2,
-        patch_numbers=int(content.get("num_channels", 3)) * patch * patch,
+        patch_pixels=int(content.get("num_channels", 3)) * patch * patch,
         text_width=text_width,
     )
+
+
+def _linear(inputs: int, outputs: int) -> int:
+    return (inputs + 1) * outputs

@@ -1,4 +1,4 @@
-"""Camera paths: [frames, 12], each line the 3x4 pose (camera to world) of a frame relative to the first frame's."""
+"""Camera paths [frames, 12]: the 3x4 pose (camera to world) of every frame, relative to the first frame's."""
 
 from __future__ import annotations
 
@@ -13,40 +13,42 @@ Motion = Float[Tensor, "*batch 6"]
 """A rotation vector (axis x angle) and a translation."""
 
 
-def check_camera_path(camera: Tensor, frames: int, where: str) -> None:
-    """Refuse a camera path that does not say where the camera is in each of the frames."""
+def check_camera_path(camera: Tensor, frames: int, source: str) -> None:
+    """Refuse a camera path that does not have a valid pose for each of the frames."""
     if camera.ndim != 2 or camera.shape[1] != 12:
         raise UserError(
-            f"The camera path of {where} has shape {list(camera.shape)}: it must be [frames, 12], a 3x4 pose in each"
-            " line. Flatten the poses row by row."
+            f"The camera path of {source} has shape {list(camera.shape)}: it must be [frames, 12], a 3x4 pose in each"
+            " row. Flatten the poses row by row."
         )
     if len(camera) != frames:
         raise UserError(
-            f"The camera path of {where} has {len(camera)} poses for {frames} frames: it must have one for every"
+            f"The camera path of {source} has {len(camera)} poses for {frames} frames: it must have one for every"
             " (latent) frame that is generated. Take the poses of exactly those frames."
         )
     if not camera.isfinite().all():
         frame = int((~camera.isfinite()).any(1).nonzero()[0])
         raise UserError(
-            f"The camera path of {where} holds {camera[frame][~camera[frame].isfinite()][0].item()} in frame {frame}:"
-            " every number must be finite. Mend the pose, or leave this condition out."
+            f"The camera path of {source} holds {camera[frame][~camera[frame].isfinite()][0].item()} in frame {frame}:"
+            " every number must be finite. Fix the pose or remove this condition."
         )
     rotation = camera.double().view(-1, 3, 4)[..., :3]
-    gap = (rotation @ rotation.mT - torch.eye(3, dtype=torch.float64)).abs().amax((1, 2))
-    if (gap > 1e-2).any() or (torch.linalg.det(rotation) < 0).any():
-        frame = int((gap > 1e-2).nonzero()[0]) if (gap > 1e-2).any() else 0
+    deviation = (rotation @ rotation.mT - torch.eye(3, dtype=torch.float64)).abs().amax((1, 2))
+    invalid = (deviation > 1e-2) | (torch.linalg.det(rotation) < 0)
+    if invalid.any():
+        frame = int(invalid.nonzero()[0])
         raise UserError(
-            f"The camera path of {where} is no rigid motion in frame {frame}: the first three columns of each 3x4 pose"
-            f" must be a rotation (R R^T differs from 1 by {gap[frame]:.2g}). Check the order of the 12 numbers."
+            f"The camera path of {source} is not a rigid motion in frame {frame}: the first three columns of each 3x4"
+            f" pose must be a rotation (R R^T differs from 1 by {deviation[frame]:.2g}). Check the order of the 12"
+            " numbers."
         )
 
 
 def relative_to_first(camera: CameraPath) -> CameraPath:
-    """The same path seen from its first pose: inverse(first) x pose."""
+    """The same path relative to its first pose: inverse(first) x pose."""
     rotation, translation = split_pose(camera)
-    first = rotation[..., :1, :, :].mT
-    moved = (first @ (translation - translation[..., :1, :])[..., None])[..., 0]
-    return join_pose(first @ rotation, moved)
+    inverse = rotation[..., :1, :, :].mT
+    moved = (inverse @ (translation - translation[..., :1, :])[..., None])[..., 0]
+    return join_pose(inverse @ rotation, moved)
 
 
 def split_pose(camera: CameraPath) -> tuple[Float[Tensor, "*batch frames 3 3"], Float[Tensor, "*batch frames 3"]]:
@@ -61,7 +63,7 @@ def join_pose(
 
 
 def motion_to_pose(motion: Motion) -> Float[Tensor, "*batch 12"]:
-    """The pose that a motion from the first pose leads to (Rodrigues' formula)."""
+    """The pose after a motion from the first pose (Rodrigues' formula)."""
     vector = motion[..., :3]
     angle = vector.norm(dim=-1)[..., None, None]
     cross = _cross_matrix(vector)
@@ -78,20 +80,20 @@ def _cross_matrix(vector: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 3 
     return torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1).unflatten(-1, (3, 3))
 
 
-def rotation_errors(found: CameraPath, wanted: CameraPath) -> Float[Tensor, "*batch frames"]:
+def rotation_errors(estimated: CameraPath, target: CameraPath) -> Float[Tensor, "*batch frames"]:
     """The angle, in radians, between two cameras at the same frames."""
-    ours, theirs = split_pose(found)[0], split_pose(wanted)[0]
+    rotation, target_rotation = split_pose(estimated)[0], split_pose(target)[0]
     # |R - R'| = 2 sqrt(2) sin(angle / 2): exact for small angles, where the arc cosine of the trace is not
-    chord = (ours - theirs).flatten(-2).norm(dim=-1) / 8**0.5
+    chord = (rotation - target_rotation).flatten(-2).norm(dim=-1) / 8**0.5
     return 2 * torch.asin(chord.clamp(max=1.0))
 
 
-def translation_errors(found: CameraPath, wanted: CameraPath) -> Float[Tensor, "*batch frames"]:
-    """Distances between two cameras at the same frames, after one scale a path has been fitted to the found one.
+def translation_errors(estimated: CameraPath, target: CameraPath) -> Float[Tensor, "*batch frames"]:
+    """Distances between two cameras at the same frames, after fitting one scale per estimated path.
 
-    The scale is not negative: a camera that goes the opposite way is as wrong as one that stays.
+    The scale is not negative: a camera that moves the opposite way is as wrong as one that stays.
     """
-    ours, theirs = split_pose(found)[1], split_pose(wanted)[1]
-    across = (-2, -1)
-    scale = (ours * theirs).sum(across, keepdim=True) / (ours * ours).sum(across, keepdim=True).clamp(min=1e-12)
-    return (scale.clamp(min=0) * ours - theirs).norm(dim=-1)
+    moved, wanted = split_pose(estimated)[1], split_pose(target)[1]
+    axes = (-2, -1)
+    scale = (moved * wanted).sum(axes, keepdim=True) / (moved * moved).sum(axes, keepdim=True).clamp(min=1e-12)
+    return (scale.clamp(min=0) * moved - wanted).norm(dim=-1)

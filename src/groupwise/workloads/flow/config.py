@@ -1,6 +1,4 @@
-"""The settings of a flow model's training. No torch here: the heavy parts are imported in `build`.
-Which part of a transformer is trained. No torch here.
-"""
+"""Settings of the flow workload: FlowConfig, and which part of the transformer is trained. No torch here."""
 
 from __future__ import annotations
 
@@ -20,26 +18,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class FlowConfig(WorkloadConfig):
-    """Subclass it beside a task: `task` says which model is trained, on which conditions, for which rewards."""
+    """A task subclasses it and defines `task`: the model, the conditions and the rewards."""
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     reference: bool = False
-    """Score under the first policy too, which costs a second pass: needed where loss.kl is above 0."""
+    """Score under the initial policy too, which costs a second pass: needed where loss.kl is above 0."""
     gradient_checkpointing: bool = False
-    """Keep only the blocks' inputs for the backward pass and compute the rest again: less memory, the same result."""
-    remembered_conditions: int = 1024
-    """Conditions whose encodings are kept in memory; the oldest are computed again when needed."""
+    """Keep only the blocks' inputs for the backward pass and recompute the rest: less memory, the same result."""
+    cached_conditions: int = 1024
+    """Conditions whose encodings are kept in memory; the least recently used are encoded again when needed."""
     encode_rows_per_pass: int = 4
-    """Conditions that are encoded together, and clips that are decoded together. A memory knob: halved when memory
+    """Conditions that are encoded together, and clips that are decoded together. A memory setting: halved when memory
     runs out there."""
     eval_rows_per_pass: int = 8
-    """Held-out clips that are generated together. A memory knob."""
+    """Held-out clips that are generated together. A memory setting."""
     eval_seed: int = 0
-    """Decides the noise from which held-out clips are generated: the same before and after training."""
+    """Seed of the noise that held-out clips are generated from: the same before and after training."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")
-        for name in ("remembered_conditions", "encode_rows_per_pass", "eval_rows_per_pass"):
+        for name in ("cached_conditions", "encode_rows_per_pass", "eval_rows_per_pass"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def task(self, device: torch.device) -> FlowTask:
@@ -53,17 +51,19 @@ class FlowConfig(WorkloadConfig):
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainedPartsConfig:
+    """Which weights of a transformer are trained; all others are frozen."""
+
     part: Literal["lora", "camera", "all"] = "lora"
-    """A LoRA adapter on the linear layers below; the camera layers alone; or every weight."""
+    """A LoRA adapter on `lora_targets`; the camera layers only; or all weights."""
     lora_rank: int = 32
-    """Width of the adapter."""
+    """Rank of the adapter."""
     lora_alpha: int = 64
     """The adapter's output is scaled by alpha / rank."""
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "pose_encoder", "projector")
-    """Linear layers that get an adapter, by the end of their names; those that a model lacks are passed over."""
+    """Linear layers that get an adapter, by the end of their names; names that the model does not have are ignored."""
     lora_seed: int = 0
-    """Decides the adapter's first weights."""
+    """Seed of the adapter's initial weights."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.train.")

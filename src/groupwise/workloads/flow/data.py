@@ -45,10 +45,10 @@ def _condition(row: Record, folder: Path, name: str, size: tuple[int, int] | Non
     video, camera = row.get("video"), row.get("camera")
     return Condition(
         prompt=row["prompt"],
-        source=read_clip(folder / video, size=size) if video is not None else None,
+        source_clip=read_clip(folder / video, size=size) if video is not None else None,
         camera=_camera(camera, folder) if camera is not None else None,
         name=name,
-        columns={column: value for column, value in row.items() if column not in _CONDITION_COLUMNS},
+        reward_columns={column: value for column, value in row.items() if column not in _CONDITION_COLUMNS},
     )
 
 

@@ -1,4 +1,4 @@
-"""What people see of a flow run: samples, preflight notes, held-out clips."""
+"""FlowReporter: what people see of a flow run: sampled rollouts, preflight notes, images of held-out clips."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from groupwise.core.types import Rollouts
 from groupwise.workloads.base import Reporter
+from groupwise.workloads.flow.evaluate import generate_held_out
 
 if TYPE_CHECKING:
     from groupwise.workloads.flow.workload import FlowWorkload
@@ -20,22 +21,23 @@ class FlowReporter(Reporter):
         self._workload = workload
 
     def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
+        conditions, steps = self._workload.conditions_of(rollouts), rollouts.data["steps"].tolist()
         return [
-            {"prompt": condition.prompt, "name": condition.name, "trained_steps": steps}
-            for condition, steps in zip(
-                self._workload.conditions_of(rollouts), rollouts.data["steps"].tolist(), strict=True
-            )
+            {"prompt": condition.prompt, "name": condition.name, "trained_steps": trained}
+            for condition, trained in zip(conditions, steps, strict=True)
         ]
 
     def images(self) -> Mapping[str, Callable[[Path], None]]:
         """The first held-out clips."""
-        numbers = torch.arange(min(self._workload.task.pictured, len(self._workload.task.held_out)))
-        if not self._workload.task.pictures or not len(numbers):
+        task = self._workload.task
+        shown = task.held_out[: task.num_images]
+        if not task.images or not shown:
             return {}
-        shown, clips = [self._workload.task.held_out[number] for number in numbers], self._workload.generate(numbers)
-        return {name: draw(shown, clips) for name, draw in self._workload.task.pictures.items()}
+        clips = generate_held_out(self._workload, torch.arange(len(shown)))
+        return {name: draw(shown, clips) for name, draw in task.images.items()}
 
     def preflight_notes(self) -> Sequence[str]:
-        trained = sum(weight.numel() for weight in self._workload.policy.parameters() if weight.requires_grad)
-        every = sum(weight.numel() for weight in self._workload.policy.parameters())
-        return [f"{trained:,} of the transformer's {every:,} numbers are trained", *self._workload.task.notes]
+        parameters = list(self._workload.policy.parameters())
+        trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
+        total = sum(weight.numel() for weight in parameters)
+        return [f"{trained:,} of the transformer's {total:,} parameters are trained", *self._workload.task.notes]

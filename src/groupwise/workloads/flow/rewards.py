@@ -18,11 +18,13 @@ def clip_rewards(
     functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], clips: Float[Tensor, "rows ..."]
 ) -> RewardTerms:
     """All functions on all clips, with the parts of their conditions as columns."""
-    names = dict.fromkeys(name for condition in conditions for name in condition.columns)
-    columns: dict[str, list[Any]] = {name: [condition.columns.get(name) for condition in conditions] for name in names}
+    names = dict.fromkeys(name for condition in conditions for name in condition.reward_columns)
+    columns: dict[str, list[Any]] = {
+        name: [condition.reward_columns.get(name) for condition in conditions] for name in names
+    }
     columns |= {
         "cameras": [condition.camera for condition in conditions],
-        "sources": [condition.source for condition in conditions],
+        "sources": [condition.source_clip for condition in conditions],
         "names": [condition.name for condition in conditions],
     }
     return call_rewards(functions, [condition.prompt for condition in conditions], list(clips), **columns)

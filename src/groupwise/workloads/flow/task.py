@@ -1,5 +1,6 @@
-"""What a flow workload is about: a model, conditions to train on and to hold out, and how clips are judged.
-What a clip is made from: a prompt, a source clip, a camera path. All of it makes the group's id.
+"""What a flow task consists of: its conditions (prompt, source clip, camera path), its model and its rewards.
+
+ConditionSpec says what a model needs of a condition; conditions are checked against it before anything is generated.
 """
 
 from __future__ import annotations
@@ -24,102 +25,112 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Condition:
+    """What a clip is generated from."""
+
     prompt: str
-    source: Float[Tensor, "channels frames height width"] | None = None
-    """The clip that is to be seen from elsewhere, in -1..1; None for models without one."""
+    source_clip: Float[Tensor, "channels frames height width"] | None = None
+    """The clip to show along another camera path, in -1..1; None for models without one."""
     camera: Float[Tensor, "frames 12"] | None = None
     """Poses (camera to world, 3x4) of the generated latent frames, relative to the first."""
     name: str = ""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """Whatever else the rewards need; it reaches them by these names."""
+    reward_columns: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the reward functions, by name."""
+
+
+def group_ids(conditions: Sequence[Condition]) -> Int64[Tensor, " conditions"]:
+    """Ids made from prompt, source clip, camera path and name: equal prompts are not enough."""
+    return torch.tensor(
+        [
+            group_id(index, condition.prompt, condition.source_clip, condition.camera, condition.name)
+            for index, condition in enumerate(conditions)
+        ]
+    )
 
 
 @dataclass(frozen=True)
 class ConditionSpec:
-    """What a model wants of its conditions."""
+    """What a model needs of its conditions, and the shape of the latents that it generates."""
 
-    latent: tuple[int, ...]
-    """Channels, (frames,) height, width of what is generated, in the latent space."""
-    patch: tuple[int, ...]
-    """Sizes that patches have along the axes after the channels."""
+    latent_shape: tuple[int, ...]
+    """Channels, (frames,) height, width."""
+    patch_size: tuple[int, ...]
+    """Along the axes after the channels."""
     source_frames: int | None = None
     """Frames that a source clip must have; None where there is none."""
     source_size: tuple[int, int] | None = None
+    """Height and width of a source clip."""
     has_camera: bool = False
-
-
-def check_sizes(asked: ConditionSpec) -> None:
-    """Refuse latents that cannot be cut into the transformer's patches."""
-    for axis, size, patch in zip(_AXES[-len(asked.patch) :], asked.latent[1:], asked.patch, strict=True):
-        if size % patch or size < patch:
-            lower, upper = size // patch * patch, (size // patch + 1) * patch
-            fitting = " or ".join(str(each) for each in (lower, upper) if each)
-            raise UserError(
-                f"The latents' {axis} is {size}, which the transformer's patches of {patch} do not divide. Take sizes"
-                f" that make it {fitting}."
-            )
 
 
 _AXES = ("frames", "height", "width")
 
 
-def check_condition(condition: Condition, asked: ConditionSpec, where: str) -> None:
-    """Refuse a condition that the model could not use, before anything is generated."""
-    if asked.source_frames is not None:
-        _check_source(condition.source, asked, where)
-    if asked.has_camera:
+def check_latent_shape(spec: ConditionSpec) -> None:
+    """Refuse latents that cannot be cut into the transformer's patches."""
+    for axis, size, patch in zip(_AXES[-len(spec.patch_size) :], spec.latent_shape[1:], spec.patch_size, strict=True):
+        if size % patch or size < patch:
+            lower, upper = size // patch * patch, (size // patch + 1) * patch
+            nearest = " or ".join(str(value) for value in (lower, upper) if value)
+            raise UserError(
+                f"The latents' {axis} is {size}, which the transformer's patches of {patch} do not divide. Take sizes"
+                f" that make it {nearest}."
+            )
+
+
+def check_condition(condition: Condition, spec: ConditionSpec, source: str) -> None:
+    """Refuse a condition that the model cannot use. `source` says in messages where it comes from."""
+    if spec.source_frames is not None:
+        _check_source_clip(condition.source_clip, spec, source)
+    if spec.has_camera:
         if condition.camera is None:
-            raise UserError(f"{where} has no camera path: this model needs one of [{asked.latent[1]}, 12].")
-        check_camera_path(condition.camera, asked.latent[1], where)
+            raise UserError(f"{source} has no camera path: this model needs one of [{spec.latent_shape[1]}, 12].")
+        check_camera_path(condition.camera, spec.latent_shape[1], source)
 
 
-def _check_source(source: Tensor | None, asked: ConditionSpec, where: str) -> None:
-    if source is None:
-        raise UserError(f"{where} has no source clip: this model needs one of {asked.source_frames} frames.")
-    if source.ndim != 4 or source.shape[1] < (asked.source_frames or 0):
+def _check_source_clip(clip: Tensor | None, spec: ConditionSpec, source: str) -> None:
+    if clip is None:
+        raise UserError(f"{source} has no source clip: this model needs one of {spec.source_frames} frames.")
+    if clip.ndim != 4 or clip.shape[1] < (spec.source_frames or 0):
         raise UserError(
-            f"The source clip of {where} has {source.shape[1] if source.ndim == 4 else 0} frames (shape"
-            f" {list(source.shape)}): it needs {asked.source_frames}, as [channels, frames, height, width]. Take a"
+            f"The source clip of {source} has {clip.shape[1] if clip.ndim == 4 else 0} frames (shape"
+            f" {list(clip.shape)}): it needs {spec.source_frames}, as [channels, frames, height, width]. Take a"
             " longer video, or lower the number of frames."
         )
-    if asked.source_size is not None and tuple(source.shape[2:]) != asked.source_size:
+    if spec.source_size is not None and tuple(clip.shape[2:]) != spec.source_size:
         raise UserError(
-            f"The source clip of {where} is {source.shape[2]} x {source.shape[3]}: it must be {asked.source_size[0]} x"
-            f" {asked.source_size[1]} (height x width), the size that is generated. Resize it."
+            f"The source clip of {source} is {clip.shape[2]} x {clip.shape[3]}: it must be {spec.source_size[0]} x"
+            f" {spec.source_size[1]} (height x width), the size that is generated. Resize it."
         )
-    if not source.isfinite().all():
-        raise UserError(f"The source clip of {where} holds a number that is not finite. Mend it, or leave it out.")
+    if not clip.isfinite().all():
+        raise UserError(f"The source clip of {source} holds a number that is not finite. Fix the clip or remove it.")
 
 
-def group_ids(conditions: Sequence[Condition]) -> Int64[Tensor, " conditions"]:
-    """A group's id is made from the prompt, the source clip and the camera path: equal prompts are not enough."""
-    return torch.tensor(
-        [group_id(nth, each.prompt, each.source, each.camera, each.name) for nth, each in enumerate(conditions)]
-    )
-
-
-Draw = Callable[[Sequence[Condition], Tensor], Callable[[Path], None]]
-"""(conditions, their clips) -> writes a picture of them to a path."""
+ClipDrawing = Callable[[Sequence[Condition], Tensor], Callable[[Path], None]]
+"""(conditions, their clips) -> a function that writes an image of them to a path."""
 
 
 @dataclass(frozen=True)
 class FlowTask:
+    """Everything that FlowWorkload needs besides its config."""
+
     model: FlowModel
     conditions: Sequence[Condition]
     held_out: Sequence[Condition]
     rewards: Mapping[str, RewardFunction]
     """By name: `reward(prompts, completions, **columns)`, TRL's signature. A completion is a clip [channels, frames,
-    height, width] or a picture [channels, height, width] in -1..1; columns are `cameras`, `sources`, `names`, and the
-    conditions' own."""
+    height, width] or an image [channels, height, width] in -1..1; columns are `cameras`, `sources`, `names`, and the
+    conditions' `reward_columns`."""
     step_rewards: Mapping[str, RewardFunction] = field(default_factory=dict)
-    """The same for each drawn step: a completion is what the model expects the clip to be after that step."""
-    measured: Mapping[str, RewardFunction] = field(default_factory=dict)
+    """The same for each sampled step: a completion is the clean clip that the model predicts after that step."""
+    eval_metrics: Mapping[str, RewardFunction] = field(default_factory=dict)
     """Metrics of held-out clips that are not rewards, such as errors with a unit."""
     weights: Mapping[str, float] = field(default_factory=dict)
-    """What the task's held-out reward is made of; without them each term stands alone."""
-    pictures: Mapping[str, Draw] = field(default_factory=dict)
-    pictured: int = 4
+    """Weights of the reward terms in the held-out reward; without them each term is reported alone."""
+    images: Mapping[str, ClipDrawing] = field(default_factory=dict)
+    """Images of held-out clips, by file name."""
+    num_images: int = 4
     """How many of the held-out conditions are drawn."""
     notes: Sequence[str] = ()
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    """What checkpoints hold besides the weights."""
+    """Shown with the preflight checks."""
+    checkpoint_files: Mapping[str, bytes] = field(default_factory=dict)
+    """Written into every checkpoint besides the weights."""

@@ -1,10 +1,9 @@
-"""A flow model's steps and update followed with fake tensors: the transformer's real passes, no memory."""
+"""Peak memory of a flow model's rollout and update, traced with fake tensors through the real transformer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,21 +12,29 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from groupwise.memory.stages import StepSpec
-from groupwise.memory.trace import fake_tensors, replace_with_fake, trace_peak, trace_update
-from groupwise.workloads.flow.config import TrainConfig
+from groupwise.memory.trace import TracedStep, fake_tensors, replace_with_fake, trace_step
+from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.memory import FlowMemory
-from groupwise.workloads.flow.models.base import GuidedVelocity
-from groupwise.workloads.flow.models.camera_layers import POSE, add_camera_layers, camera_velocity
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, GuidedVelocity
+from groupwise.workloads.flow.models.camera_layers import POSE_DIM, add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig
 from groupwise.workloads.flow.sampling.steppers import transition_logprob
 
 
+def trace_flow(
+    content: Mapping[str, Any], train: TrainedPartsConfig, memory: FlowMemory, spec: StepSpec
+) -> dict[str, int]:
+    """Peak bytes of a rollout's denoising steps and of the update's last pass, of a transformer in float32."""
+    transformer = fake_transformer(content, train, checkpointing=memory.checkpointing)
+    return trace_step(flow_step(transformer, memory, spec), spec)
+
+
 def fake_transformer(
-    content: Mapping[str, Any], train: TrainConfig, *, checkpointing: bool = False, fake: bool = True
+    content: Mapping[str, Any], train: TrainedPartsConfig, *, checkpointing: bool = False, fake: bool = True
 ) -> WanTransformer3DModel:
-    """A Wan transformer with camera layers by its config alone: without memory, or with random weights."""
+    """A Wan transformer with camera layers from its config alone: on fake tensors, or with random weights."""
     with fake_tensors() if fake else nullcontext() as mode:
         transformer = WanTransformer3DModel.from_config(dict(content)).eval()
     add_camera_layers(transformer)
@@ -39,76 +46,56 @@ def fake_transformer(
     return transformer
 
 
-@dataclass(frozen=True)
-class Followed:
-    """A pass of rollout, a pass of update, and what is held besides the transformer."""
+def flow_step(
+    transformer: WanTransformer3DModel, memory: FlowMemory, spec: StepSpec, *, fake: bool = True
+) -> TracedStep:
+    """All steps of the window, sampled and scored as the workload does, for as many rows as a pass has.
 
-    rollout: Callable[[], object]
-    one_pass: Callable[[], Tensor]
-    held: tuple[Tensor, ...]
-
-
-def stages_of(transformer: WanTransformer3DModel, memory: FlowMemory, job: StepSpec, *, fake: bool = True) -> Followed:
-    """Every step of the window drawn, and scored, as the workload does; rows are as many as go together.
-
-    Rows of a group may share the window's first step. A rollout goes on with each row's own, to the last.
+    Rows of a group may share the window's first step. A rollout continues with each row alone, to the last step.
+    Decoding the clips is not traced.
     """
-    rows, shape, window = job.shape.rows_per_pass, memory.latent, range(1, memory.trained_steps + 1)
+    rows, window = spec.shape.largest_pass, range(1, memory.trained_steps + 1)
     guidance = 5.0 if memory.guided else 1.0
-    sampling = SamplingConfig(steps=memory.trained_steps + 2, guidance=guidance, branch=memory.branch)
+    sampling = SamplingConfig(
+        num_inference_steps=memory.trained_steps + 2, guidance_scale=guidance, shared_noise=memory.shared_noise
+    )
     velocity = _velocity(transformer, memory, rows, guidance)
-    path = torch.zeros(rows, memory.trained_steps + 1, *shape)
-    group = torch.arange(rows) % memory.starts(job)
-    denoiser = Denoiser(sampling, shape, window, torch.device("cpu"))
+    latents = torch.zeros(rows, memory.trained_steps + 1, *memory.latent)
+    group = torch.arange(rows) % memory.first_step_rows(spec)
+    denoiser = Denoiser(sampling, memory.latent, window, torch.device("cpu"))
 
-    def logp(nth: int) -> Tensor:
-        steps, alike = torch.full((rows,), window[nth]), denoiser.alike(group, nth)
-        return transition_logprob(path[:, nth + 1], denoiser.transition(path[:, nth], velocity, steps, alike=alike))
+    def logp(index: int) -> Tensor:
+        steps, shared = torch.full((rows,), window[index]), denoiser.shared_start(group, index)
+        transition = denoiser.transition(latents[:, index], velocity, steps, shared=shared)
+        return transition_logprob(latents[:, index + 1], transition)
 
-    def scored() -> Tensor:
-        return torch.stack([logp(nth) for nth in range(memory.trained_steps)], dim=1)
+    def score() -> Tensor:
+        return torch.stack([logp(index) for index in range(memory.trained_steps)], dim=1)
 
     def rollout() -> object:
-        return scored(), denoiser.after(path[:, -1], velocity)
+        return score(), denoiser.denoise_from_window(latents[:, -1], velocity)
 
-    return Followed(rollout, lambda: scored().exp().mean(), _held(transformer, memory, job, fake=fake))
+    held = _held(transformer, memory, spec, fake=fake)
+    return TracedStep(transformer, lambda: score().exp().mean(), rollout, held=held)
 
 
 def _velocity(transformer: WanTransformer3DModel, memory: FlowMemory, rows: int, guidance: float) -> GuidedVelocity:
     text = torch.zeros(rows, memory.text_tokens, memory.model.text_width)
-    encoding = {
+    conditioning = {
         "text": text,
-        "unprompted_text": text,
+        f"{NEGATIVE_PREFIX}text": text,
         "source": torch.zeros(rows, *memory.latent),
-        "camera": torch.zeros(rows, memory.latent[1], POSE),
+        "camera": torch.zeros(rows, memory.latent[1], POSE_DIM),
     }
     model = SimpleNamespace(
-        velocity=lambda latents, sigma, told: camera_velocity(transformer, latents, 1000 * sigma, **told).float()
+        velocity=lambda latents, sigma, inputs: camera_velocity(transformer, latents, 1000 * sigma, **inputs).float()
     )
-    return GuidedVelocity(model, encoding, guidance)
+    return GuidedVelocity(model, conditioning, guidance)
 
 
-def _held(transformer: WanTransformer3DModel, memory: FlowMemory, job: StepSpec, *, fake: bool) -> tuple[Tensor, ...]:
-    """The first weights, where all or some of the model's own are trained, and the rollouts' latents."""
+def _held(transformer: WanTransformer3DModel, memory: FlowMemory, spec: StepSpec, *, fake: bool) -> tuple[Tensor, ...]:
+    """The initial weights, where all or some of the model's own are trained, and the rollouts' latents."""
     trained = [weight for weight in transformer.parameters() if weight.requires_grad and memory.lora_rank is None]
     with fake_tensors() if fake else nullcontext():
-        latents = torch.empty(memory.trajectory_bytes(job), dtype=torch.uint8)
+        latents = torch.empty(memory.trajectory_bytes(spec), dtype=torch.uint8)
         return (latents, *(torch.empty_like(weight) for weight in trained))
-
-
-def followed_rollout(transformer: WanTransformer3DModel, found: Followed) -> int:
-    """Highest bytes of a rollout's steps, with AdamW's moments; decoding the clips is not followed."""
-    trained = [weight for weight in transformer.parameters() if weight.requires_grad]
-    with fake_tensors():
-        moments = [torch.empty_like(weight) for weight in trained for _ in range(2)]
-    return trace_peak(found.rollout, *transformer.parameters(), *transformer.buffers(), *found.held, *moments)
-
-
-def traced_flow(content: Mapping[str, Any], train: TrainConfig, memory: FlowMemory, job: StepSpec) -> dict[str, int]:
-    """Highest bytes of a rollout's steps and of the update's last pass, of a transformer in float32."""
-    transformer = fake_transformer(content, train, checkpointing=memory.checkpointing)
-    found = stages_of(transformer, memory, job)
-    return {
-        "rollout": followed_rollout(transformer, found),
-        "update": trace_update(transformer, found.one_pass, job, more=found.held),
-    }

@@ -1,4 +1,4 @@
-"""A flow model as a workload: a condition is a prompt, a source clip and a camera path, a decision a denoising step."""
+"""FlowWorkload: a condition is a prompt, a source clip and a camera path; a decision is a denoising step."""
 
 from __future__ import annotations
 
@@ -11,75 +11,78 @@ from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
 from groupwise.workloads.base import Workload
 from groupwise.workloads.flow.config import FlowConfig
+from groupwise.workloads.flow.evaluate import evaluate_held_out
 from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.models.trained_parts import enable_gradient_checkpointing
-from groupwise.workloads.flow.rewards import clip_rewards, step_rewards, weighted_sum
+from groupwise.workloads.flow.report import FlowReporter
+from groupwise.workloads.flow.rewards import clip_rewards, step_rewards
 from groupwise.workloads.flow.sampling.denoiser import Denoiser, first_row_of_each
 from groupwise.workloads.flow.sampling.encodings import ConditioningCache
 from groupwise.workloads.flow.sampling.steppers import transition_kl, transition_logprob
-from groupwise.workloads.flow.task import Condition, FlowTask, check_condition, check_sizes, group_ids
+from groupwise.workloads.flow.task import Condition, FlowTask, check_condition, check_latent_shape, group_ids
 
 
 class FlowWorkload(Workload):
-    """Trains the steps in the window; everything that members share is computed once."""
+    """Trains the steps in the window; what members of a group share is computed once."""
 
     def __init__(self, task: FlowTask, config: FlowConfig, device: torch.device):
-        from groupwise.workloads.flow.report import FlowReporter
-
         self.reporter = FlowReporter(self)
         self.task, self.config, self.device = task, config, device
         self.model = task.model
-        self.shape = self.model.asked.latent
-        check_sizes(self.model.asked)
-        for name, conditions in (("condition", task.conditions), ("held-out condition", task.held_out)):
-            for nth, condition in enumerate(conditions):
-                check_condition(condition, self.model.asked, condition.name or f"{name} {nth}")
+        self.latent_shape = self.model.condition_spec.latent_shape
+        self._check_conditions()
         self.policy = self.model.policy
         self.num_conditions = len(task.conditions)
         self.group_ids = group_ids(task.conditions)
-        keep = {"remembered": config.remembered_conditions, "rows_per_pass": config.encode_rows_per_pass}
+        limits = {"max_cached": config.cached_conditions, "encode_rows": config.encode_rows_per_pass}
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.policy)
-        self.encodings = ConditioningCache(self.model, task.conditions, **keep)
-        self.held_out_encodings = ConditioningCache(self.model, task.held_out, **keep)
+        self.conditioning = ConditioningCache(self.model, task.conditions, **limits)
+        self.held_out_conditioning = ConditioningCache(self.model, task.held_out, **limits)
         self.stage_rows = {"reward": config.encode_rows_per_pass, "evaluation": config.eval_rows_per_pass}
 
+    def _check_conditions(self) -> None:
+        check_latent_shape(self.model.condition_spec)
+        for kind, conditions in (("condition", self.task.conditions), ("held-out condition", self.task.held_out)):
+            for index, condition in enumerate(conditions):
+                check_condition(condition, self.model.condition_spec, condition.name or f"{kind} {index}")
+
     def rollout(self, rows: RolloutRows) -> Rollouts:
-        """Shared steps once per group, then each member's own."""
-        denoiser = Denoiser.at(self.config.sampling, rows.step, self.shape, self.device)
-        starts = self._starts(denoiser, rows)
+        """Shared steps once per group, then the steps of each member."""
+        denoiser = Denoiser.for_step(self.config.sampling, rows.step, self.latent_shape, self.device)
+        starts = self._window_starts(denoiser, rows)
         parts, done = [], 0
         for part in rows.passes():
-            parts.append(self._members(denoiser, part, starts[done : done + len(part)]))
+            parts.append(self._sample_members(denoiser, part, starts[done : done + len(part)]))
             done += len(part)
         return concatenate_rollouts(parts)
 
-    def _starts(self, denoiser: Denoiser, rows: RolloutRows) -> Tensor:
-        """Each row's latents before the window; members that branch have them in common."""
-        if not self.config.sampling.branch:
-            return torch.cat([self._before(denoiser, part) for part in rows.passes()])
-        first, line = first_row_of_each(rows.group)
+    def _window_starts(self, denoiser: Denoiser, rows: RolloutRows) -> Tensor:
+        """Each row's latents before the window: one computation per group where members share their noise."""
+        if not self.config.sampling.shared_noise:
+            return torch.cat([self._window_start(denoiser, part) for part in rows.passes()])
+        first, index = first_row_of_each(rows.group)
         keys = (rows.group[first], rows.member[first], rows.condition[first])
         once = RolloutRows(rows.seed, rows.step, rows.rows_per_pass, *keys)
-        return torch.cat([self._before(denoiser, part) for part in once.passes()])[line]
+        return torch.cat([self._window_start(denoiser, part) for part in once.passes()])[index]
 
-    def _before(self, denoiser: Denoiser, rows: RolloutRows) -> Tensor:
-        return denoiser.before(denoiser.first_noise(rows), self._velocity(self.encodings, rows.condition))
+    def _window_start(self, denoiser: Denoiser, rows: RolloutRows) -> Tensor:
+        velocity = self.velocity(self.conditioning, rows.condition)
+        return denoiser.denoise_to_window(denoiser.initial_noise(rows), velocity)
 
-    def _members(self, denoiser: Denoiser, rows: RolloutRows, starts: Tensor) -> Rollouts:
-        velocity = self._velocity(self.encodings, rows.condition)
-        drawn = denoiser.within(starts, rows, velocity)
-        latents = denoiser.after(drawn.path[:, -1].float(), velocity)
-        steps = torch.tensor([denoiser.window]).expand(len(rows), -1)
+    def _sample_members(self, denoiser: Denoiser, rows: RolloutRows, starts: Tensor) -> Rollouts:
+        velocity = self.velocity(self.conditioning, rows.condition)
+        window = denoiser.sample_window(starts, rows, velocity)
+        latents = denoiser.denoise_from_window(window.latents[:, -1].float(), velocity)
         return Rollouts(
             self.group_ids[rows.condition],
-            drawn.logp,
-            torch.ones_like(drawn.logp, dtype=torch.bool),
+            window.logp,
+            torch.ones_like(window.logp, dtype=torch.bool),
             {
                 "condition": rows.condition,
                 "group": rows.group,
-                "steps": steps,
-                "path": drawn.path,
+                "steps": torch.tensor([denoiser.window]).expand(len(rows), -1),
+                "window_latents": window.latents,
                 "latents": latents,
             },
         )
@@ -89,77 +92,61 @@ class FlowWorkload(Workload):
         terms = clip_rewards(self.task.rewards, conditions, self.decode(rollouts.data["latents"]))
         if not self.task.step_rewards:
             return terms
-        expected = [self.decode(latents) for latents in self._expected(rollouts)]
-        return step_rewards(self.task.step_rewards, conditions, expected, terms)
+        predicted = [self.decode(latents) for latents in self._predict_clean(rollouts)]
+        return step_rewards(self.task.step_rewards, conditions, predicted, terms)
+
+    @torch.no_grad()
+    def _predict_clean(self, rollouts: Rollouts) -> list[Tensor]:
+        """The clean latents predicted after each sampled step, under the policy that sampled it."""
+        denoiser = self._scoring_denoiser()
+        parts = []
+        for rows in torch.arange(len(rollouts)).split(self.stage_rows["reward"]):
+            data = rollouts.select(rows).data
+            velocity = self.velocity(self.conditioning, data["condition"])
+            following = data["window_latents"].unbind(1)[1:]
+            parts.append(
+                [
+                    denoiser.predict_clean(latents.float(), velocity, steps + 1)
+                    for latents, steps in zip(following, data["steps"].unbind(1), strict=True)
+                ]
+            )
+        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
 
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
-        """Siblings together: what they share is computed once a pass."""
+        """Members of a group together: what they share is computed once per pass."""
         return rollouts.data["group"].argsort(stable=True).split(rows_per_pass)
 
     def score(self, rollouts: Rollouts) -> Scores:
-        data, velocity = rollouts.data, self._velocity(self.encodings, rollouts.data["condition"])
-        denoiser = Denoiser(self.config.sampling, self.shape, range(0), self.device)
+        data, velocity = rollouts.data, self.velocity(self.conditioning, rollouts.data["condition"])
+        denoiser = self._scoring_denoiser()
         logp, kl = [], []
-        for nth, steps in enumerate(data["steps"].unbind(1)):
-            now, following = data["path"][:, nth].float(), data["path"][:, nth + 1].float()
-            alike = denoiser.alike(data["group"], nth)
-            transition = denoiser.transition(now, velocity, steps, alike=alike)
+        for index, steps in enumerate(data["steps"].unbind(1)):
+            current, following = (data["window_latents"][:, at].float() for at in (index, index + 1))
+            shared = denoiser.shared_start(data["group"], index)
+            transition = denoiser.transition(current, velocity, steps, shared=shared)
             logp.append(transition_logprob(following, transition))
             if self.config.reference:
                 with torch.no_grad(), self.model.reference():
-                    reference = denoiser.transition(now, velocity, steps, alike=alike)
+                    reference = denoiser.transition(current, velocity, steps, shared=shared)
                 kl.append(transition_kl(transition, reference))
         return Scores(torch.stack(logp, dim=1), kl=torch.stack(kl, dim=1) if kl else None)
 
-    def evaluate(self) -> Mapping[str, float]:
-        """Held-out clips without any drawn step, from the same noise every time."""
-        if not self.task.held_out:
-            return {}
-        clips = self.generate(torch.arange(len(self.task.held_out)))
-        terms = clip_rewards({**self.task.rewards, **self.task.measured}, self.task.held_out, clips)
-        metrics = {f"held-out {name}": values.nanmean().item() for name, values in terms.per_rollout.items()}
-        rewards = weighted_sum(terms, self.task.weights)
-        return {"held-out reward": rewards.nanmean().item(), **metrics} if self.task.weights else metrics
+    def _scoring_denoiser(self) -> Denoiser:
+        """Rollouts carry their own steps, so scoring them needs no window."""
+        return Denoiser(self.config.sampling, self.latent_shape, range(0), self.device)
 
-    @torch.no_grad()
-    def generate(self, numbers: Tensor) -> Tensor:
-        """Clips of held-out conditions under the present policy, `eval_rows_per_pass` at a time."""
-        sampling = self.config.sampling
-        denoiser = Denoiser(sampling, self.shape, range(sampling.steps, sampling.steps), self.device)
-        rows_per_pass = self.stage_rows["evaluation"]
-        rows = RolloutRows(self.config.eval_seed, 0, rows_per_pass, numbers, torch.zeros_like(numbers), numbers)
-        clips = []
-        for part in rows.passes():
-            velocity = self._velocity(self.held_out_encodings, part.condition)
-            clips.append(self.decode(denoiser.before(denoiser.first_noise(part), velocity)))
-        return torch.cat(clips)
+    def velocity(self, conditioning: ConditioningCache, conditions: Tensor) -> GuidedVelocity:
+        """The policy's velocity for these conditions, one row for each."""
+        return GuidedVelocity(self.model, conditioning.of(conditions, self.device), self.config.sampling.guidance_scale)
 
     def decode(self, latents: Tensor) -> Tensor:
         return torch.cat([self.model.decode(part) for part in latents.split(self.stage_rows["reward"])])
 
+    def evaluate(self) -> Mapping[str, float]:
+        return evaluate_held_out(self)
+
     def checkpoint_files(self) -> Mapping[str, bytes]:
-        return self.task.files
+        return self.task.checkpoint_files
 
     def conditions_of(self, rollouts: Rollouts) -> list[Condition]:
-        return [self.task.conditions[number] for number in rollouts.data["condition"].tolist()]
-
-    def _velocity(self, encodings: ConditioningCache, conditions: Tensor) -> GuidedVelocity:
-        """The policy's velocity of these rows, their encodings looked up once."""
-        return GuidedVelocity(self.model, encodings.of(conditions, self.device), self.config.sampling.guidance)
-
-    @torch.no_grad()
-    def _expected(self, rollouts: Rollouts) -> list[Tensor]:
-        """What the clip is expected to be after each drawn step, under the policy that drew it."""
-        denoiser = Denoiser(self.config.sampling, self.shape, range(0), self.device)
-        parts = [
-            self._expected_of(denoiser, rollouts.select(rows))
-            for rows in torch.arange(len(rollouts)).split(self.stage_rows["reward"])
-        ]
-        return [torch.cat(columns) for columns in zip(*parts, strict=True)]
-
-    def _expected_of(self, denoiser: Denoiser, rollouts: Rollouts) -> list[Tensor]:
-        velocity, path = self._velocity(self.encodings, rollouts.data["condition"]), rollouts.data["path"]
-        return [
-            denoiser.expected(path[:, nth + 1].float(), velocity, step + 1)
-            for nth, step in enumerate(rollouts.data["steps"].unbind(1))
-        ]
+        return [self.task.conditions[index] for index in rollouts.data["condition"].tolist()]

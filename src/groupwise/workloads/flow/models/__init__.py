@@ -1,1 +1,1 @@
-"""Thin adapters over diffusers: what a velocity is asked with, and where weights, text encoders and VAEs come from."""
+"""Flow models on top of diffusers: Wan with camera layers, Stable Diffusion 3, and what of them is trained."""

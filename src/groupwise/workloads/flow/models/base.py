@@ -1,4 +1,4 @@
-"""What the flow workload asks of a model."""
+"""FlowModel, the protocol that models of the flow workload follow, and classifier-free guidance."""
 
 from __future__ import annotations
 
@@ -15,63 +15,66 @@ from torch import Tensor, nn
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 
 Conditioning = Mapping[str, Tensor]
-"""What the transformer is told besides latents and noise level, by name; one condition's, or those of many rows."""
-NEGATIVE_PREFIX = "unprompted_"
-"""Names that begin with this take the place of the others in the pass without the prompt (guidance)."""
+"""The transformer's inputs besides latents and noise level, by name: of one condition, or of many rows."""
+NEGATIVE_PREFIX = "negative_"
+"""An input with this prefix replaces the one without it in the pass for the negative prompt."""
 
 
 class FlowModel(Protocol):
     policy: nn.Module
     """The transformer."""
-    asked: ConditionSpec
+    condition_spec: ConditionSpec
 
     def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
-        """What the transformer is told of each condition, kept off its device."""
+        """The conditioning of each condition, on the CPU."""
         ...
 
     def velocity(
-        self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"], encoding: Conditioning
+        self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"], conditioning: Conditioning
     ) -> Float[Tensor, "rows ..."]:
         """noise - clean, in float32."""
         ...
 
     def decode(self, latents: Float[Tensor, "rows ..."]) -> Float[Tensor, "rows channels *shown"]:
-        """Clips, or pictures, in -1..1, on the CPU."""
+        """Clips or images in -1..1, on the CPU."""
         ...
 
     def reference(self) -> AbstractContextManager[None]:
-        """Meanwhile the policy is the one that training began with."""
+        """Within this context the policy has its initial weights."""
         ...
 
 
 @dataclass(frozen=True)
 class GuidedVelocity:
-    """The policy's velocity of some rows, under classifier-free guidance: without + guidance x (with - without).
+    """The policy's velocity under classifier-free guidance: negative + guidance_scale (positive - negative).
 
-    Both come from one pass; at guidance 1 the model is only asked with the prompt.
+    Both come from one pass; at guidance_scale 1 only the positive one is computed.
     """
 
     model: FlowModel
-    encoding: Conditioning
-    """What is known of each row's condition, with and without its prompt."""
-    guidance: float = 1.0
+    conditioning: Conditioning
+    """Of each row, for the prompt and for the negative prompt."""
+    guidance_scale: float = 1.0
 
     def __call__(self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"]) -> Float[Tensor, "rows ..."]:
-        if self.guidance == 1:
-            return self.model.velocity(latents, sigma, self._told)
+        if self.guidance_scale == 1:
+            return self.model.velocity(latents, sigma, self._model_inputs)
         twice = latents.repeat(2, *[1] * (latents.ndim - 1))
-        given, without = self.model.velocity(twice, sigma.repeat(2), self._told).chunk(2)
-        return without + self.guidance * (given - without)
+        positive, negative = self.model.velocity(twice, sigma.repeat(2), self._model_inputs).chunk(2)
+        return negative + self.guidance_scale * (positive - negative)
 
-    def of(self, rows: Int64[Tensor, " some"]) -> GuidedVelocity:
-        """The same of these rows alone, in this order."""
-        return replace(self, encoding={name: column[rows] for name, column in self.encoding.items()})
+    def select(self, rows: Int64[Tensor, " some"]) -> GuidedVelocity:
+        """The velocity for these rows only, in this order."""
+        return replace(self, conditioning={name: column[rows] for name, column in self.conditioning.items()})
 
     @cached_property
-    def _told(self) -> Conditioning:
-        """What the model is told in every step: put together once."""
-        told = {name: column for name, column in self.encoding.items() if not name.startswith(NEGATIVE_PREFIX)}
-        if self.guidance == 1:
-            return told
-        instead = {name: self.encoding.get(f"{NEGATIVE_PREFIX}{name}", column) for name, column in told.items()}
-        return {name: torch.cat([column, instead[name]]) for name, column in told.items()}
+    def _model_inputs(self) -> Conditioning:
+        """The same in every step, so they are concatenated once."""
+        columns = self.conditioning
+        positive = {name: column for name, column in columns.items() if not name.startswith(NEGATIVE_PREFIX)}
+        if self.guidance_scale == 1:
+            return positive
+        return {
+            name: torch.cat([column, columns.get(f"{NEGATIVE_PREFIX}{name}", column)])
+            for name, column in positive.items()
+        }

@@ -1,5 +1,6 @@
-"""What of a transformer is trained, and how the policy that training began with is reached again.
-The policy that training began with, without a second model: the adapter switched off, or the first weights lent.
+"""Which weights of a transformer are trained, and the reference policy: the same transformer with its initial weights.
+
+There is no second model: the reference switches the adapter off, or swaps the initial weights in.
 """
 
 from __future__ import annotations
@@ -14,43 +15,16 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.flow.config import TrainConfig
+from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
 from groupwise.workloads.lora import add_lora, without_lora
 
-
-class InitialWeights:
-    """Copies of the weights that are trained, as they are when this is made."""
-
-    def __init__(self, policy: nn.Module):
-        self._policy = policy
-        self._first = {
-            name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
-        }
-
-    @contextmanager
-    @torch.no_grad()
-    def lent(self) -> Iterator[None]:
-        """Meanwhile the policy holds its first weights; then its own again, bit by bit.
-
-        The tensors change places, not their contents: a graph that was built on the present weights stays valid.
-        """
-        weights = {name: dict(self._policy.named_parameters())[name] for name in self._first}
-        present = {name: weight.data for name, weight in weights.items()}
-        try:
-            for name, weight in weights.items():
-                weight.data = self._first[name]
-            yield
-        finally:
-            for name, weight in weights.items():
-                weight.data = present[name]
-
-
 Reference = Callable[[], AbstractContextManager[None]]
+"""Within the context that it returns, the policy is the reference policy."""
 
 
-def select_trained_parameters(transformer: ModelMixin, config: TrainConfig) -> Reference:
-    """Freeze all but what is trained; returns the way back to the first policy."""
+def select_trained_parameters(transformer: ModelMixin, config: TrainedPartsConfig) -> Reference:
+    """Freeze everything that is not trained; returns the reference policy."""
     transformer.requires_grad_(False)
     if config.part == "lora":
         add_lora(
@@ -70,19 +44,46 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainConfig) -> R
             )
         transformer.requires_grad_(True)
     else:
-        found = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
-        if not found:
+        layers = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
+        if not layers:
             raise UserError("workload.train.part is 'camera', but this transformer has no camera layers. Take 'lora'.")
-        for weight in found.values():
+        for weight in layers.values():
             weight.requires_grad_(True)
-    return InitialWeights(transformer).lent
+    return InitialWeights(transformer).swapped_in
+
+
+class InitialWeights:
+    """Copies of the trained weights, as they are when this is created."""
+
+    def __init__(self, policy: nn.Module):
+        self._policy = policy
+        self._initial = {
+            name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
+        }
+
+    @contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """Within this context the policy has its initial weights; afterwards its own again, bit-identical.
+
+        The tensors are swapped, not their contents: a graph that was built on the current weights stays valid.
+        """
+        parameters = dict(self._policy.named_parameters())
+        current = {name: parameters[name].data for name in self._initial}
+        try:
+            for name, initial in self._initial.items():
+                parameters[name].data = initial
+            yield
+        finally:
+            for name, weight in current.items():
+                parameters[name].data = weight
 
 
 def enable_gradient_checkpointing(transformer: nn.Module) -> None:
-    """Gradient checkpointing, as diffusers has it: blocks are computed again on the way back."""
+    """diffusers' gradient checkpointing: blocks are recomputed in the backward pass."""
     if not isinstance(transformer, ModelMixin):
         raise UserError(
             f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"
-            " own classes can do it. Switch it off."
+            " classes support it. Switch it off."
         )
     transformer.enable_gradient_checkpointing()

@@ -1,1 +1,1 @@
-"""From noise to latents: schedules, steppers, the denoiser."""
+"""Sampling of latents: noise schedule, steppers, denoiser, cache of encoded conditions."""

@@ -1,7 +1,7 @@
-"""From noise to latents: deterministic steps shared by a group, drawn steps in the window, deterministic ones after it.
+"""From noise to latents: deterministic steps to the window, sampled steps in it, deterministic steps to the end.
 
-Only the window's latents are kept: one more than it has steps, each once. Members that branch from one start stand at
-the same place before the window's first step, so there too their velocity is computed once per group.
+Only the window's latents are kept, one more than it has steps. Members with shared noise have equal latents up to the
+window's first step, so their velocity is computed once per group until then.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import normal
-from groupwise.workloads.flow.sampling.schedule import SamplingConfig, noise_levels, pairs, window_at
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, noise_levels, window_at
 from groupwise.workloads.flow.sampling.steppers import (
     STEPPERS,
     NoiseInterval,
@@ -25,108 +25,111 @@ from groupwise.workloads.flow.sampling.steppers import (
     transition_logprob,
 )
 
-_FIRST_NOISE = 0
-_SHARED_NOISE = -1  # the member that a group's shared noise belongs to
+_INITIAL_NOISE = 0
+_SHARED_NOISE = -1  # the member that a group's shared noise is keyed by
 
 
 class Velocity(Protocol):
-    """The policy's velocity of some rows."""
+    """The policy's velocity for some rows."""
 
     def __call__(
         self, latents: Float[Tensor, "rows ..."], sigma: Float[Tensor, " rows"]
     ) -> Float[Tensor, "rows ..."]: ...
 
-    def of(self, rows: Int64[Tensor, " some"]) -> Self:
-        """The same of these rows alone."""
+    def select(self, rows: Int64[Tensor, " some"]) -> Self:
+        """The velocity for these rows only."""
         ...
 
 
 @dataclass(frozen=True)
 class SampledWindow:
-    """What a window drew: enough to score it again."""
+    """The sampled steps of a window: enough to score them again."""
 
-    path: Float[Tensor, "rows latents *dims"]
-    """The window's latents, from before its first step to after its last, in the storage dtype."""
+    latents: Float[Tensor, "rows latents *dims"]
+    """From before the window's first step to after its last, in the stored dtype."""
     logp: Float[Tensor, "rows decisions"]
 
 
 @dataclass(frozen=True)
 class Denoiser:
-    """The steps of one training step's rollouts."""
+    """The denoising steps of one training step's rollouts."""
 
     config: SamplingConfig
-    shape: tuple[int, ...]
+    latent_shape: tuple[int, ...]
     window: range
     device: torch.device
 
-    @staticmethod
-    def at(config: SamplingConfig, step: int, shape: tuple[int, ...], device: torch.device) -> Denoiser:
-        return Denoiser(config, shape, window_at(config, step), device)
+    @classmethod
+    def for_step(
+        cls, config: SamplingConfig, training_step: int, latent_shape: tuple[int, ...], device: torch.device
+    ) -> Self:
+        return cls(config, latent_shape, window_at(config, training_step), device)
 
-    def first_noise(self, rows: RolloutRows) -> Float[Tensor, "rows ..."]:
-        """Keyed by the group alone where members branch from one start, and by the member otherwise."""
-        member = torch.full_like(rows.member, _SHARED_NOISE) if self.config.branch else rows.member
-        return self._noise(rows, member, _FIRST_NOISE)
+    def initial_noise(self, rows: RolloutRows) -> Tensor:
+        """Each member's own noise, or its group's."""
+        member = torch.full_like(rows.member, _SHARED_NOISE) if self.config.shared_noise else rows.member
+        return self._noise(rows, member, _INITIAL_NOISE)
 
-    def before(self, latents: Tensor, velocity: Velocity) -> Tensor:
-        """The deterministic steps up to the window."""
+    def denoise_to_window(self, latents: Tensor, velocity: Velocity) -> Tensor:
+        """The deterministic steps before the window."""
         return self._deterministic(latents, range(self.window.start), velocity)
 
-    def within(self, latents: Tensor, rows: RolloutRows, velocity: Velocity) -> SampledWindow:
-        """Draw the window's steps. Latents are rounded as they will be stored before they are scored or used."""
-        storage = getattr(torch, self.config.storage)
-        path, logp = [latents.to(storage)], []
-        for nth in self.window:
-            now, alike = path[-1].float(), self.alike(rows.group, nth - self.window.start)
-            transition = self.transition(now, velocity, torch.full((len(now),), nth), alike=alike)
-            noise = self._noise(rows, rows.member, nth + 1)
-            path.append(sample_transition(transition, noise).to(storage))
-            logp.append(transition_logprob(path[-1].float(), transition))
-        return SampledWindow(torch.stack(path, dim=1), torch.stack(logp, dim=1))
+    def sample_window(self, latents: Tensor, rows: RolloutRows, velocity: Velocity) -> SampledWindow:
+        """Sample the window's steps. Latents are rounded to the stored dtype before they are scored or used."""
+        dtype = getattr(torch, self.config.latent_dtype)
+        stored, logp = [latents.to(dtype)], []
+        for index, step in enumerate(self.window):
+            current, shared = stored[-1].float(), self.shared_start(rows.group, index)
+            transition = self.transition(current, velocity, torch.full((len(current),), step), shared=shared)
+            noise = self._noise(rows, rows.member, step + 1)
+            stored.append(sample_transition(transition, noise).to(dtype))
+            logp.append(transition_logprob(stored[-1].float(), transition))
+        return SampledWindow(torch.stack(stored, dim=1), torch.stack(logp, dim=1))
 
-    def after(self, latents: Tensor, velocity: Velocity) -> Tensor:
-        """The deterministic steps behind the window."""
-        return self._deterministic(latents, range(self.window.stop, self.config.steps), velocity)
+    def denoise_from_window(self, latents: Tensor, velocity: Velocity) -> Tensor:
+        """The deterministic steps after the window."""
+        return self._deterministic(latents, range(self.window.stop, self.config.num_inference_steps), velocity)
 
-    def alike(self, group: Int64[Tensor, " rows"], nth: int) -> Int64[Tensor, " rows"] | None:
-        """Which rows still stand at one place before the window's nth step, by number; None where each has its own."""
-        return group if self.config.branch and nth == 0 else None
+    def shared_start(self, group: Int64[Tensor, " rows"], index: int) -> Int64[Tensor, " rows"] | None:
+        """The groups whose rows have equal latents before step `index` of the window; None where none have."""
+        return group if self.config.shared_noise and index == 0 else None
 
     def transition(
-        self, latents: Tensor, velocity: Velocity, steps: Tensor, *, alike: Int64[Tensor, " rows"] | None = None
+        self, latents: Tensor, velocity: Velocity, steps: Tensor, *, shared: Int64[Tensor, " rows"] | None = None
     ) -> Transition:
-        """Where a drawn step of each row leads, under the present policy.
+        """A sampled step of each row, under the current policy.
 
-        Rows that have a number in `alike` in common have the same latents: the policy is asked once for all of them.
+        Rows with the same number in `shared` have equal latents: the policy runs once for all of them.
         """
-        if alike is not None:
-            first, line = first_row_of_each(alike)
-            once = self.transition(latents[first], velocity.of(first), steps[first])
-            return Transition(once.mean[line], once.std[line])
+        if shared is not None:
+            first_rows, index = first_row_of_each(shared)
+            once = self.transition(latents[first_rows], velocity.select(first_rows), steps[first_rows])
+            return Transition(once.mean[index], once.std[index])
         levels = torch.tensor(noise_levels(self.config))
         sigma, sigma_next = levels[steps].to(latents), levels[steps + 1].to(latents)
-        span = NoiseInterval(sigma, sigma_next, self.config.eta, float(levels[1]))
-        return STEPPERS[self.config.stepper](latents, velocity(latents, sigma), span)
+        interval = NoiseInterval(sigma, sigma_next, self.config.eta, float(levels[1]))
+        return STEPPERS[self.config.stepper](latents, velocity(latents, sigma), interval)
 
-    def expected(self, latents: Tensor, velocity: Velocity, steps: Tensor) -> Tensor:
-        """The clean latents that the policy expects to arrive at from before these steps: x - sigma velocity."""
+    def predict_clean(self, latents: Tensor, velocity: Velocity, steps: Tensor) -> Tensor:
+        """The clean latents that the policy predicts before these steps: x - sigma velocity."""
         sigma = torch.tensor(noise_levels(self.config))[steps].to(latents)
         return latents - sigma.view(-1, *[1] * (latents.ndim - 1)) * velocity(latents, sigma)
 
     def _deterministic(self, latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
-        for sigma, sigma_next in pairs(noise_levels(self.config), steps):
-            now, following = (torch.full((len(latents),), level).to(latents) for level in (sigma, sigma_next))
-            latents = ode(latents, velocity(latents, now), NoiseInterval(now, following, 0.0, 0.0)).mean
+        levels = noise_levels(self.config)
+        for step in steps:
+            sigma, sigma_next = (torch.full((len(latents),), level).to(latents) for level in levels[step : step + 2])
+            latents = ode(latents, velocity(latents, sigma), NoiseInterval(sigma, sigma_next, 0.0, 0.0)).mean
         return latents
 
     def _noise(self, rows: RolloutRows, member: Tensor, decision: int) -> Tensor:
-        elements = torch.arange(torch.Size(self.shape).numel())
+        elements = torch.arange(torch.Size(self.latent_shape).numel())
         keys = (rows.seed, rows.step, rows.group[:, None], member[:, None])
-        return normal(*keys, decision, elements).view(len(rows), *self.shape).float().to(self.device)
+        return normal(*keys, decision, elements).view(len(rows), *self.latent_shape).float().to(self.device)
 
 
-def first_row_of_each(numbers: Int64[Tensor, " rows"]) -> tuple[Int64[Tensor, " different"], Int64[Tensor, " rows"]]:
-    """The first row of each number, and which of them stands for each row."""
-    different, line = torch.unique(numbers, return_inverse=True)
-    first = torch.full_like(different, len(numbers))
-    return first.scatter_reduce(0, line, torch.arange(len(numbers)), "amin"), line
+def first_row_of_each(numbers: Int64[Tensor, " rows"]) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " rows"]]:
+    """The first row of each distinct number, and for every row the index of its number among them."""
+    distinct, index = torch.unique(numbers, return_inverse=True)
+    first_rows = torch.full_like(distinct, len(numbers))
+    return first_rows.scatter_reduce(0, index, torch.arange(len(numbers)), "amin"), index

@@ -1,8 +1,7 @@
-"""Encodings of conditions, computed once: text encoder and VAE run once per condition, not per member."""
+"""A cache of encoded conditions: text encoder and VAE run once per condition, not once per member."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -13,32 +12,29 @@ from groupwise.workloads.flow.task import Condition
 
 
 class ConditioningCache:
-    """The newest `remembered` conditions' encodings, on the CPU."""
+    """The encodings of the `max_cached` conditions that were used last, on the CPU.
 
-    def __init__(self, model: FlowModel, conditions: Sequence[Condition], *, remembered: int, rows_per_pass: int):
+    Not functools.lru_cache: that calls a function for one condition at a time, and conditions are encoded in batches.
+    """
+
+    def __init__(self, model: FlowModel, conditions: Sequence[Condition], *, max_cached: int, encode_rows: int):
         self._model, self._conditions = model, conditions
-        self._remembered, self._rows_per_pass = remembered, rows_per_pass
-        self._known: OrderedDict[int, Conditioning] = OrderedDict()
-        self.computed = 0
-        """How often a condition was encoded."""
+        self._max_cached, self._encode_rows = max_cached, encode_rows
+        self._cached: dict[int, Conditioning] = {}  # least recently used first
+        self.num_encoded = 0
+        """How many conditions were encoded so far; one that was dropped and encoded again counts twice."""
 
     def of(self, rows: Tensor, device: torch.device) -> Conditioning:
-        """The encodings of these conditions, a row each, on the device."""
-        numbers = rows.tolist()
-        found = {number: self._known[number] for number in dict.fromkeys(numbers) if number in self._known}
-        missing = [number for number in dict.fromkeys(numbers) if number not in found]
-        for start in range(0, len(missing), self._rows_per_pass):
-            part = missing[start : start + self._rows_per_pass]
-            encoded = self._model.encode([self._conditions[number] for number in part])
-            self.computed += len(part)
-            found |= dict(zip(part, encoded, strict=True))
-        self._remember(found)
-        names = next(iter(found.values()))
-        return {name: torch.stack([found[number][name] for number in numbers]).to(device) for name in names}
-
-    def _remember(self, found: dict[int, Conditioning]) -> None:
-        for number, encoding in found.items():
-            self._known[number] = encoding
-            self._known.move_to_end(number)
-        while len(self._known) > self._remembered:
-            self._known.popitem(last=False)
+        """The conditioning of these conditions, one row for each, on the device."""
+        indices = rows.tolist()
+        used = {index: self._cached[index] for index in dict.fromkeys(indices) if index in self._cached}
+        missing = [index for index in dict.fromkeys(indices) if index not in used]
+        for start in range(0, len(missing), self._encode_rows):
+            batch = missing[start : start + self._encode_rows]
+            encoded = self._model.encode([self._conditions[index] for index in batch])
+            self.num_encoded += len(batch)
+            used |= zip(batch, encoded, strict=True)
+        unused = [(index, conditioning) for index, conditioning in self._cached.items() if index not in used]
+        self._cached = dict([*unused, *used.items()][-self._max_cached :])
+        names = next(iter(used.values()))
+        return {name: torch.stack([used[index][name] for index in indices]).to(device) for name in names}

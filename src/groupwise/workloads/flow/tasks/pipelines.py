@@ -1,4 +1,7 @@
-"""Flow models from pipeline folders, conditions from disk, rewards by name. No torch here."""
+"""Tasks on models from pipeline folders (Wan with camera layers, Stable Diffusion 3), with conditions from files.
+
+No torch here.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 from groupwise.core.errors import UserError
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
-from groupwise.workloads.flow.config import FlowConfig, TrainConfig
-from groupwise.workloads.flow.memory import FlowMemory, read_video_config, read_video_model
+from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
+from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config, read_wan_architecture
 from groupwise.workloads.flow.sampling.schedule import window_at
 
 if TYPE_CHECKING:
@@ -25,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PipelineConfig(FlowConfig):
-    """A transformer from a pipeline folder."""
+    """A model from a pipeline folder, trained on conditions from a file."""
 
     pipeline: Path | None = None
     """Folder of the pipeline: transformer, text encoder, VAE."""
@@ -39,14 +42,14 @@ class PipelineConfig(FlowConfig):
     counted and shown before training."""
     rewards: RewardFunctionsConfig = field(default_factory=RewardFunctionsConfig)
     height: int = 512
-    """Of what is generated, in pixels."""
+    """Height of the generated images or clips, in pixels."""
     width: int = 512
-    """Of what is generated, in pixels."""
+    """Width of the generated images or clips, in pixels."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the frozen weights and the passes; steps, log-probabilities and adapters are float32."""
+    """Of the frozen weights and their computations; denoising steps, log-probs and trained weights are float32."""
     negative_prompt: str = ""
-    """What guidance leads away from."""
-    train: TrainConfig = field(default_factory=TrainConfig)
+    """The prompt that guidance leads away from."""
+    train: TrainedPartsConfig = field(default_factory=TrainedPartsConfig)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
@@ -57,7 +60,7 @@ class PipelineConfig(FlowConfig):
 
         for name in ("pipeline", "data"):
             if getattr(self, name) is None:
-                raise UserError(f"workload.{name} is not given: this recipe needs it. Say --workload.{name} PATH.")
+                raise UserError(f"workload.{name} is not given, and this recipe needs it. Add --workload.{name} PATH.")
         assert self.pipeline is not None
         assert self.data is not None
         rewards = load_reward_functions(self.rewards)
@@ -82,43 +85,44 @@ class PipelineConfig(FlowConfig):
 
 @dataclass(frozen=True)
 class RecamConfig(PipelineConfig):
-    """Wan with camera layers: a source clip seen along another camera path."""
+    """Wan with camera layers: a source clip shown along another camera path."""
 
     frames: int = 81
-    """Of what is generated; the VAE makes (frames - 1) / 4 + 1 latent frames of them, and so many poses are needed."""
+    """Frames of the generated clips. The VAE makes (frames - 1) / 4 + 1 latent frames of them; a camera path has one
+    pose for each of those."""
     height: int = 480
-    """Of what is generated, in pixels."""
+    """Height of the generated clips, in pixels."""
     width: int = 832
-    """Of what is generated, in pixels."""
+    """Width of the generated clips, in pixels."""
     camera_layers: Path | None = None
-    """Camera layers that were trained before (safetensors); None begins with layers that change nothing."""
+    """Trained camera layers (safetensors); None starts from layers that leave the base model unchanged."""
 
     def memory_model(self) -> FlowMemory:
-        """By the transformer's config.json. Text encoder and VAE visit the device one at a time: not planned."""
+        """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
         if self.pipeline is None:
             raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
         latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
         return FlowMemory(
-            read_video_model(self.pipeline),
+            read_wan_architecture(self.pipeline),
             latent,
             len(window_at(self.sampling, 0)),
             pixels=3 * self.frames * self.height * self.width,
-            guided=self.sampling.guidance != 1,
-            branch=self.sampling.branch,
+            guided=self.sampling.guidance_scale != 1,
+            shared_noise=self.sampling.shared_noise,
             decode_rows=self.encode_rows_per_pass,
             checkpointing=self.gradient_checkpointing,
             lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
             camera_only=self.train.part == "camera",
-            number_bytes=2 if self.dtype == "bfloat16" else 4,
-            stored_bytes=2 if self.sampling.storage == "bfloat16" else 4,
+            dtype_bytes=2 if self.dtype == "bfloat16" else 4,
+            storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
         )
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        from groupwise.workloads.flow.trace import traced_flow
+        from groupwise.workloads.flow.trace import trace_flow
 
         memory = self.memory_model()
         assert self.pipeline is not None
-        return traced_flow(read_video_config(self.pipeline), self.train, memory, spec)
+        return trace_flow(read_transformer_config(self.pipeline), self.train, memory, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
@@ -136,7 +140,7 @@ class RecamConfig(PipelineConfig):
 
 @dataclass(frozen=True)
 class Sd3Config(PipelineConfig):
-    """Stable Diffusion 3: a prompt into a picture."""
+    """Stable Diffusion 3: images from prompts."""
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.sd3 import Sd3Model

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from groupwise.core.errors import require
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.memory import ControllerMemory, read_frozen
+from groupwise.workloads.controller.memory import ControllerMemory, read_llava
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,17 +51,17 @@ class MosaicConfig(ControllerConfig):
 
     def memory_model(self) -> ControllerMemory:
         """The embedded model in float32, its three tiers, and questions of at most three words."""
-        text, vision = read_frozen(Path(__file__).parent / "asset")
+        text, vision = read_llava(Path(__file__).parent / "asset")
         return ControllerMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
         from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
-        from groupwise.workloads.controller.trace import traced_controller
+        from groupwise.workloads.controller.trace import trace_controller
 
         config = transformers.AutoConfig.from_pretrained(Path(__file__).parent / "asset")
-        return traced_controller(config, self.memory_model(), spec, mosaic_options())
+        return trace_controller(config, self.memory_model(), spec, mosaic_options())
 
     def task(self, device: torch.device) -> Task:
         from groupwise.workloads.controller.tasks.mosaic.task import mosaic_task

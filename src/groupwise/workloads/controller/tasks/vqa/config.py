@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.memory import ControllerMemory, read_frozen
+from groupwise.workloads.controller.memory import ControllerMemory, read_llava
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class VqaConfig(ControllerConfig):
 
     def memory_model(self) -> ControllerMemory:
         """By the model's config.json, with the usual insertion positions and prompts of up to 64 words."""
-        text, vision = read_frozen(Path(self.model))
+        text, vision = read_llava(Path(self.model))
         crops = {tier: 1 + count for tier, count in (self.crops or {"low": 3, "medium": 6, "high": 12}).items()}
         return ControllerMemory(
             text,
@@ -80,17 +80,17 @@ class VqaConfig(ControllerConfig):
             crops,
             positions=5,
             question_tokens=64,
-            number_bytes=4 if self.dtype == "float32" else 2,
+            dtype_bytes=4 if self.dtype == "float32" else 2,
             new_tokens=self.max_new_tokens,
         )
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
-        from groupwise.workloads.controller.trace import traced_controller
+        from groupwise.workloads.controller.trace import trace_controller
 
         memory = self.memory_model()
-        return traced_controller(transformers.AutoConfig.from_pretrained(self.model), memory, spec)
+        return trace_controller(transformers.AutoConfig.from_pretrained(self.model), memory, spec)
 
     def task(self, device: torch.device) -> Task:
         for name in ("model", "questions", "images"):

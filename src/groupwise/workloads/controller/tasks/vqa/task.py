@@ -4,7 +4,6 @@ Pictures on disk for a model: cut when they are looked at, since a dataset's cro
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.groups import content_hash
 from groupwise.data.rows import RowFilter
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
 from groupwise.workloads.controller.latency.source import COUNTED, load_estimator
@@ -71,7 +71,7 @@ class ImageStore:
         check_length(len(before) + len(after), shapes, self.loaded)
         options = self.loaded.options
         sight = (dict(options.crops), dict(options.pixels), self._statistics)
-        name = hashlib.blake2b(repr((content, sight, before, after)).encode(), digest_size=16).hexdigest()
+        name = content_hash(repr((content, sight, before, after)))
         spoken = len(before) + len(after)
         tokens = {tier: spoken + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
         return Question(Sample(name, _LazyCrops(self, file), after, before), text, answers, tokens, image=file.name)
@@ -82,7 +82,7 @@ class ImageStore:
     def _look_once(self, file: Path) -> tuple[str, tuple[int, int]]:
         """A hash of the file, and the picture's size; a damaged file is refused."""
         size = open_image(file).size
-        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest(), size
+        return content_hash(file.read_bytes()), size
 
     def _cut_blank(self, size: tuple[int, int]) -> Mapping[str, Tensor]:
         """Pictures of one size become crops of the same shapes: kept without memory behind them."""

@@ -1,4 +1,4 @@
-"""Clips to look at: a strip of frames with the camera's path drawn beside it, and an animation."""
+"""Images of sample clips: a grid of frames with the camera paths beside them, and an animation."""
 
 from __future__ import annotations
 
@@ -15,75 +15,76 @@ from groupwise.workloads.flow.task import Condition
 from groupwise.workloads.flow.tasks.plane.rewards import estimate_camera
 from groupwise.workloads.flow.tasks.plane.scene import Scenes, brightness, render_clip
 
-_ENLARGED = 10
-_WANTED, _FOUND = "#444444", "#d62728"
+_PIXEL_SIZE = 10
+_REQUESTED_COLOR, _ESTIMATED_COLOR = "#444444", "#d62728"
 
 
-def draw_strip(conditions: Sequence[Condition], clips: Tensor) -> Callable[[Path], None]:
-    """A row a condition: source, what was asked for, what was made, and both camera paths."""
+def draw_grid(conditions: Sequence[Condition], clips: Tensor) -> Callable[[Path], None]:
+    """One row per condition: source, requested clip, generated clip, and both camera paths."""
 
     def draw(path: Path) -> None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(11, 1.7 * len(conditions)), layout="constrained")
         axes = figure.subplots(len(conditions), 4, width_ratios=[3, 3, 3, 1.4], squeeze=False)
-        truth, found = _truth(conditions), _found(conditions, clips)
-        for nth, (condition, row) in enumerate(zip(conditions, axes, strict=True)):
-            assert condition.source is not None
+        requested, estimated = _requested_clips(conditions), _estimated_cameras(conditions, clips)
+        for index, (condition, row) in enumerate(zip(conditions, axes, strict=True)):
+            assert condition.source_clip is not None
             assert condition.camera is not None
-            shown = {"source": condition.source, f"asked: {condition.prompt}": truth[nth], "made": clips[nth]}
-            for (title, clip), axis in zip(shown.items(), row, strict=False):
+            titles = ("source", f"requested: {condition.prompt}", "generated")
+            columns = (condition.source_clip, requested[index], clips[index])
+            for title, clip, axis in zip(titles, columns, row[:3], strict=True):
                 axis.imshow(_side_by_side(clip), interpolation="nearest")
                 axis.set_title(title, fontsize=8)
                 axis.set_axis_off()
-            _draw_paths(row[3], condition.camera, found[nth])
+            _draw_paths(row[3], condition.camera, estimated[index])
         figure.savefig(path, dpi=110)
 
     return draw
 
 
 def draw_gif(conditions: Sequence[Condition], clips: Tensor) -> Callable[[Path], None]:
-    """What was asked for beside what was made, frame by frame."""
+    """Requested clips beside generated ones, frame by frame, forwards and backwards."""
 
     def draw(path: Path) -> None:
         from PIL import Image
 
-        truth = _truth(conditions)
-        rows = [np.concatenate([_pixels(truth[nth]), _pixels(clips[nth])], axis=2) for nth in range(len(conditions))]
-        movie = np.concatenate(rows, axis=1).repeat(_ENLARGED, axis=1).repeat(_ENLARGED, axis=2)
+        pairs = zip(_requested_clips(conditions), clips, strict=True)
+        rows = [np.concatenate([_pixels(requested), _pixels(clip)], axis=2) for requested, clip in pairs]
+        movie = np.concatenate(rows, axis=1).repeat(_PIXEL_SIZE, axis=1).repeat(_PIXEL_SIZE, axis=2)
         frames = [Image.fromarray(frame) for frame in (*movie, *movie[-2:0:-1])]
         frames[0].save(path, save_all=True, append_images=frames[1:], duration=250, loop=0)
 
     return draw
 
 
-def _truth(conditions: Sequence[Condition]) -> Tensor:
-    """What the camera would have seen."""
-    light = brightness([each.prompt for each in conditions]).view(-1, 1, 1, 1, 1)
-    return render_clip(_scenes(conditions), _cameras(conditions)) * light
+def _requested_clips(conditions: Sequence[Condition]) -> Tensor:
+    """What a camera on the requested path would show."""
+    cameras = torch.stack([condition.camera for condition in conditions if condition.camera is not None])
+    return render_clip(_scenes(conditions), cameras) * _light(conditions)
 
 
-def _found(conditions: Sequence[Condition], clips: Tensor) -> Tensor:
-    light = brightness([each.prompt for each in conditions]).view(-1, 1, 1, 1, 1)
-    return estimate_camera(_scenes(conditions), clips / light).camera
+def _estimated_cameras(conditions: Sequence[Condition], clips: Tensor) -> Tensor:
+    return estimate_camera(_scenes(conditions), clips / _light(conditions)).camera
+
+
+def _light(conditions: Sequence[Condition]) -> Tensor:
+    return brightness([condition.prompt for condition in conditions])
 
 
 def _scenes(conditions: Sequence[Condition]) -> Scenes:
-    return Scenes.stacked([each.columns["scene"] for each in conditions])
+    return Scenes.concatenate([condition.reward_columns["scene"] for condition in conditions])
 
 
-def _cameras(conditions: Sequence[Condition]) -> Tensor:
-    return torch.stack([each.camera for each in conditions if each.camera is not None])
-
-
-def _draw_paths(axis: Any, wanted: Tensor, found: Tensor) -> None:
-    """Where the middle of the picture looks on the plane, frame by frame."""
-    for camera, color, name in ((wanted, _WANTED, "asked"), (found, _FOUND, "found")):
+def _draw_paths(axis: Any, requested: Tensor, estimated: Tensor) -> None:
+    """The point of the plane at the center of the frame, frame by frame."""
+    cameras = ((requested, _REQUESTED_COLOR, "requested"), (estimated, _ESTIMATED_COLOR, "estimated"))
+    for camera, color, name in cameras:
         rotation, origin = split_pose(camera)
-        ahead = rotation[:, :, 2]
-        gaze = origin[:, :2] + (1 - origin[:, 2:]) / ahead[:, 2:].clamp(min=0.2) * ahead[:, :2]
-        axis.plot(*gaze.T.numpy(), marker="o", markersize=3, color=color, label=name, linewidth=1)
-    axis.set_title(f"rotation error {rotation_errors(found, wanted).mean():.3f} rad", fontsize=7)
+        forward = rotation[:, :, 2]
+        center = origin[:, :2] + (1 - origin[:, 2:]) / forward[:, 2:].clamp(min=0.2) * forward[:, :2]
+        axis.plot(*center.T.numpy(), marker="o", markersize=3, color=color, label=name, linewidth=1)
+    axis.set_title(f"rotation error {rotation_errors(estimated, requested).mean():.3f} rad", fontsize=7)
     axis.set_aspect("equal", adjustable="datalim")
     axis.invert_yaxis()
     axis.tick_params(labelsize=5)

@@ -1,4 +1,4 @@
-"""The embedded model: diffusers' Wan transformer with camera layers, small enough to ship, on pixels as latents."""
+"""The embedded model: a small diffusers Wan transformer with camera layers, whose latents are pixels."""
 
 from __future__ import annotations
 
@@ -16,56 +16,50 @@ from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.trained_parts import InitialWeights
 from groupwise.workloads.flow.task import Condition, ConditionSpec
-from groupwise.workloads.flow.tasks.plane.scene import COLOURS, FRAMES, SIDE, check_prompt, encode
-
-ASSET = Path(__file__).parent / "asset"
+from groupwise.workloads.flow.tasks.plane.config import ASSET, COLORS, FRAMES, SIDE
+from groupwise.workloads.flow.tasks.plane.scene import encode_prompts
 
 
 class PlaneModel:
-    """Follows the FlowModel protocol; words are one-hot and latents are pixels, so nothing else has to be loaded."""
+    """A FlowModel without text encoder and VAE: words are one-hot and latents are pixels."""
 
     def __init__(self, transformer: WanTransformer3DModel):
         self.policy = transformer
-        self.asked = ConditionSpec(
-            latent=(COLOURS, FRAMES, SIDE, SIDE),
-            patch=tuple(transformer.config.patch_size),
+        self.condition_spec = ConditionSpec(
+            latent_shape=(COLORS, FRAMES, SIDE, SIDE),
+            patch_size=tuple(transformer.config.patch_size),
             source_frames=FRAMES,
             source_size=(SIDE, SIDE),
             has_camera=True,
         )
-        self._first = InitialWeights(transformer)
+        self._initial = InitialWeights(transformer)
 
     def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
-        (nothing,) = encode([""])
-        found: list[Conditioning] = []
-        for condition in conditions:
-            check_prompt(condition.prompt)
-            assert condition.source is not None
-            assert condition.camera is not None
-            (words,) = encode([condition.prompt])
-            source = condition.source[:, :FRAMES]
-            found.append(
-                {"text": words, f"{NEGATIVE_PREFIX}text": nothing, "source": source, "camera": condition.camera.float()}
-            )
-        return found
+        return [self._encode(condition) for condition in conditions]
 
-    def velocity(self, latents: Tensor, sigma: Tensor, encoding: Conditioning) -> Tensor:
-        return camera_velocity(self.policy, latents, 1000 * sigma, **encoding).float()
+    def _encode(self, condition: Condition) -> Conditioning:
+        assert condition.source_clip is not None
+        assert condition.camera is not None
+        text, negative = encode_prompts([condition.prompt, ""])
+        source = condition.source_clip[:, :FRAMES]
+        return {"text": text, f"{NEGATIVE_PREFIX}text": negative, "source": source, "camera": condition.camera.float()}
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return camera_velocity(self.policy, latents, 1000 * sigma, **conditioning).float()
 
     def decode(self, latents: Tensor) -> Float[Tensor, "rows colors frames side side"]:
         return latents.float().cpu()
 
     def reference(self) -> AbstractContextManager[None]:
-        return self._first.lent()
+        return self._initial.swapped_in()
 
 
 def load_plane(folder: Path = ASSET) -> WanTransformer3DModel:
     """The pretrained transformer, with its camera layers."""
     transformer = WanTransformer3DModel.from_config(json.loads((folder / "config.json").read_text()))
     add_camera_layers(transformer)
-    transformer.load_state_dict(
-        {name: weight.float() for name, weight in load_file(folder / "model.safetensors").items()}
-    )
+    weights = load_file(folder / "model.safetensors")
+    transformer.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return transformer.eval()
 
 

@@ -1,47 +1,49 @@
-"""The embedded task: conditions, the shipped model, rewards in closed form, and a strip of clips to look at."""
+"""The embedded task: conditions, model, rewards and images together."""
 
 from __future__ import annotations
 
 import torch
+from jaxtyping import Int64
+from torch import Tensor
 
+from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.task import Condition, FlowTask
-from groupwise.workloads.flow.tasks.plane.charts import draw_gif, draw_strip
+from groupwise.workloads.flow.tasks.plane.charts import draw_gif, draw_grid
 from groupwise.workloads.flow.tasks.plane.config import WEIGHTS, PlaneConfig
-from groupwise.workloads.flow.tasks.plane.model import ASSET, PlaneModel, load_plane
+from groupwise.workloads.flow.tasks.plane.model import PlaneModel, load_plane
 from groupwise.workloads.flow.tasks.plane.rewards import PlaneRewards
-from groupwise.workloads.flow.tasks.plane.scene import LIGHT_LEVELS, draw_motions, draw_scenes, path_of, render_clip
+from groupwise.workloads.flow.tasks.plane.scene import LIGHT_LEVELS, draw_motions, draw_scenes, render_clip
 
 _SEED = 7
-_HELD_OUT = 1_000_000  # numbers of held-out scenes begin here
+_FIRST_HELD_OUT = 1_000_000
 
 
 def plane_task(config: PlaneConfig, device: torch.device) -> FlowTask:
-    """The same on every rank: every scene and path is a function of its number."""
-    judge = PlaneRewards()
-    transformer = load_plane(config.model or ASSET).to(device)
+    """The same on every rank: each scene and path is a function of its number."""
+    rewards = PlaneRewards()
     return FlowTask(
-        model=PlaneModel(transformer),
+        model=PlaneModel(load_plane(config.folder).to(device)),
         conditions=plane_conditions(torch.arange(config.scenes)),
-        held_out=plane_conditions(_HELD_OUT + torch.arange(config.held_out_scenes)),
-        rewards={"camera": judge.camera, "quality": judge.quality},
-        measured={"rotation error (rad)": judge.rotation_error, "translation error": judge.translation_error},
+        held_out=plane_conditions(_FIRST_HELD_OUT + torch.arange(config.held_out_scenes)),
+        rewards={"camera": rewards.camera, "quality": rewards.quality},
+        eval_metrics={"rotation error (rad)": rewards.rotation_error, "translation error": rewards.translation_error},
         weights=WEIGHTS,
-        pictures={"clips.png": draw_strip, "clips.gif": draw_gif},
+        images={"clips.png": draw_grid, "clips.gif": draw_gif},
     )
 
 
-def plane_conditions(numbers: torch.Tensor) -> list[Condition]:
-    """A scene, the clip of it that is known, and the path and the light in which it is to be seen."""
-    scenes, paths = draw_scenes(_SEED, numbers), path_of(draw_motions(_SEED, numbers))
-    sources = render_clip(scenes, path_of(draw_motions(_SEED, numbers, own=True)))
-    lights = list(LIGHT_LEVELS)
+def plane_conditions(numbers: Int64[Tensor, " conditions"]) -> list[Condition]:
+    """A source clip of a scene, and the camera path and the light in which to show it."""
+    scenes, cameras = draw_scenes(_SEED, numbers), motion_to_pose(draw_motions(_SEED, numbers))
+    sources = render_clip(scenes, motion_to_pose(draw_motions(_SEED, numbers, of_source=True)))
+    prompts = list(LIGHT_LEVELS)
     return [
         Condition(
-            prompt=lights[number % len(lights)],
-            source=sources[nth],
-            camera=paths[nth],
+            prompt=prompts[number % len(prompts)],
+            source_clip=sources[index],
+            camera=cameras[index],
             name=f"plane {number}",
-            columns={"scene": scenes.at(torch.tensor([nth]))},
+            reward_columns={"scene": scenes.select(torch.tensor([index]))},
         )
-        for nth, number in enumerate(numbers.tolist())
+        for index, number in enumerate(numbers.tolist())
     ]

@@ -1,0 +1,39 @@
+"""Arithmetic and trace on fake tensors agree on the memory of a video flow model."""
+
+import pytest
+
+from groupwise.core.shape import StepShape
+from groupwise.memory.stages import StepSpec
+from groupwise.memory.trace import trace_step
+from groupwise.workloads.flow.config import TrainedPartsConfig
+from groupwise.workloads.flow.memory import FlowMemory, wan_architecture
+from groupwise.workloads.flow.trace import fake_transformer, flow_step
+
+SIZES = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
+SIZES |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32}
+CASES = [("all", 1, {}), ("lora", 1, {}), ("all", 2, {"shared_noise": True}), ("lora", 2, {"shared_noise": True})]
+CASES += [("all", 2, {"checkpointing": True}), ("lora", 1, {"checkpointing": True, "shared_noise": True})]
+
+
+@pytest.mark.parametrize(("part", "steps", "fields"), CASES)
+def test_plan_and_trace_agree(part, steps, fields):
+    rank = 4 if part == "lora" else None
+    memory = FlowMemory(wan_architecture(SIZES), (4, 4, 16, 16), steps, text_tokens=8, lora_rank=rank, **fields)
+    train = TrainedPartsConfig(part=part, lora_rank=4)
+    transformer = fake_transformer(SIZES, train, checkpointing=memory.checkpointing)
+    parameters = sum(weight.numel() for weight in transformer.parameters())
+    assert parameters == memory.model.parameters + (memory.model.lora_params(4) if rank else 0)
+    spec = StepSpec(StepShape(10**6, 2, 2, 1, 2, "whole"), fused_optimizer=True)
+    assert memory.first_step_rows(spec) == (1 if memory.shared_noise else 2)
+    traced, planned = trace_step(flow_step(transformer, memory, spec), spec), memory.predict(spec)
+    assert sum(planned.update.values()) == pytest.approx(traced["update"], rel=0.10)
+    assert sum(planned.rollout.values()) == pytest.approx(traced["rollout"], rel=0.10)
+
+
+def test_finished_clips_are_not_counted_on_the_device():
+    """They wait in the host's memory: more rollouts change nothing, more clips decoded at a time do."""
+    for conditions, rows, expected in ((2, 1, 4_000_000), (8, 1, 4_000_000), (8, 4, 16_000_000)):
+        memory = FlowMemory(wan_architecture(SIZES), (4, 4, 16, 16), 1, pixels=10**6, dtype_bytes=2, decode_rows=rows)
+        spec = StepSpec(StepShape(10**6, conditions, 2, 1, 2, "whole"))
+        # the decoder's clips and the same within -1..1, in bfloat16: decode_rows x 2 x 10**6 x 2 bytes
+        assert memory.predict(spec).rollout["decoded frames"] == expected
