@@ -1,4 +1,4 @@
-"""The latency estimator on what it has not seen, from a profiling run of the embedded model.
+"""Error of the latency estimator on held-out answers, from a profiling run of the embedded model.
 
 python bench/estimator.py [--seconds 90] [--new-tokens 4] [--cpu-time]
 """
@@ -30,10 +30,10 @@ from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 FOLDS = 3
-Expected = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]
-"""By stage, in total, and the high quantile of the total."""
-Way = Callable[[Sequence[Observation], Sequence[Observation]], Expected]
-"""Fit on the first, expect for the second."""
+Estimate = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]
+"""Milliseconds by stage, in total, and the upper quantile of the total."""
+Method = Callable[[Sequence[Observation], Sequence[Observation]], Estimate]
+"""Fit on the first, estimate the second."""
 Folds = Callable[[Sequence[Observation]], Iterator[tuple[np.ndarray, np.ndarray]]]
 
 
@@ -55,44 +55,44 @@ def by_row(seen: Sequence[Observation]) -> Iterator[tuple[np.ndarray, np.ndarray
     return ((part != fold, part == fold) for fold in range(FOLDS))
 
 
-def estimator(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
-    return _expected(LatencyEstimator.fit(fitted, model="mosaic"), tested)
+def estimator(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Estimate:
+    return _estimate(LatencyEstimator.fit(fitted, model="mosaic"), tested)
 
 
-def forest(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
-    """The usual way: from all features to the total; p95 by how far it is off on what it was shown."""
+def forest(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Estimate:
+    """The usual method: all features to the total; p95 from the errors on its own training data."""
     trees = RandomForestRegressor(100, random_state=0).fit(_flat(fitted), total_ms(fitted))
     high = np.quantile(total_ms(fitted) / trees.predict(_flat(fitted)), 0.95)
     middle = trees.predict(_flat(tested))
     return {}, middle, middle * high
 
 
-def of_another_machine(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
-    return _expected(LatencyEstimator.fit([_elsewhere(one) for one in fitted], model="mosaic"), tested)
+def other_machine_estimator(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Estimate:
+    return _estimate(LatencyEstimator.fit([_elsewhere(one) for one in fitted], model="mosaic"), tested)
 
 
-def recalibrated(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Expected:
+def recalibrated_estimator(fitted: Sequence[Observation], tested: Sequence[Observation]) -> Estimate:
     there = LatencyEstimator.fit([_elsewhere(one) for one in fitted], model="mosaic")
     few = random.Random(11).sample(list(fitted), min(100, len(fitted)))
-    return _expected(there.recalibrate(few), tested)
+    return _estimate(there.recalibrate(few), tested)
 
 
-def _expected(fitted: LatencyEstimator, tested: Sequence[Observation]) -> Expected:
+def _estimate(fitted: LatencyEstimator, tested: Sequence[Observation]) -> Estimate:
     rows = fitted.predict_rows(feature_columns(tested))
-    return dict(rows.stages_ms), rows.total_ms, rows.high_ms
+    return dict(rows.stages_ms), rows.total_ms, rows.upper_ms
 
 
 def _flat(seen: Sequence[Observation]) -> np.ndarray:
     return np.stack([column for part in feature_columns(seen).values() for column in part.values()], axis=1)
 
 
-def expect_all(way: Way, folds: Folds, seen: Sequence[Observation]) -> Expected:
-    """Every observation as expected by a fit that has not seen it."""
+def estimate_all(method: Method, folds: Folds, seen: Sequence[Observation]) -> Estimate:
+    """Every observation, estimated by a fit that has not seen it."""
     stages = {stage: np.zeros(len(seen)) for stage in STAGES}
     middle, high = np.zeros(len(seen)), np.zeros(len(seen))
     for fitted, tested in folds(seen):
-        found, middle[tested], high[tested] = way(list(compress(seen, fitted)), list(compress(seen, tested)))
-        for stage, times in found.items():
+        by_stage, middle[tested], high[tested] = method(list(compress(seen, fitted)), list(compress(seen, tested)))
+        for stage, times in by_stage.items():
             stages[stage][tested] = times
     return stages, middle, high
 
@@ -105,8 +105,8 @@ def repeats_ms(seen: Sequence[Observation]) -> np.ndarray:
     return np.array([np.median(totals[one.configuration]) for one in seen])
 
 
-def pace(ratios: np.ndarray, reach: int = 10) -> np.ndarray:
-    """How slow the machine was around each measurement: the median ratio of its neighbours, whatever they executed."""
+def slowdown(ratios: np.ndarray, reach: int = 10) -> np.ndarray:
+    """How slow the machine was around each measurement: the median ratio of its neighbours, in any setting."""
     around = [np.r_[ratios[max(0, row - reach) : row], ratios[row + 1 : row + 1 + reach]] for row in range(len(ratios))]
     return np.array([np.median(part) for part in around])
 
@@ -136,12 +136,12 @@ def predict_ms(executor: Executor, seen: Sequence[Observation], sample: Sample, 
     return len(rows), float(np.median(times))
 
 
-WAYS: dict[str, tuple[Way, Folds]] = {
+METHODS: dict[str, tuple[Method, Folds]] = {
     "estimator, held-out configurations + samples": (estimator, by_configuration_and_sample),
-    "one forest, split by row (as it is reported)": (forest, by_row),
-    "one forest, held out (as it is)": (forest, by_configuration_and_sample),
-    "estimator of another machine, as it is": (of_another_machine, by_configuration_and_sample),
-    "  recalibrated from 100 measurements": (recalibrated, by_configuration_and_sample),
+    "one forest, split by row (usually reported)": (forest, by_row),
+    "one forest, held out": (forest, by_configuration_and_sample),
+    "estimator of another machine, unchanged": (other_machine_estimator, by_configuration_and_sample),
+    "  recalibrated from 100 measurements": (recalibrated_estimator, by_configuration_and_sample),
 }
 
 
@@ -149,9 +149,9 @@ def main() -> None:
     flags = argparse.ArgumentParser()
     flags.add_argument("--seconds", type=float, default=90.0)
     flags.add_argument("--new-tokens", type=int, default=4)
-    flags.add_argument("--cpu-time", action="store_true", help="the processor's clock, where others keep it busy")
+    flags.add_argument("--cpu-time", action="store_true", help="CPU time of this process, for a busy machine")
     given = flags.parse_args()
-    clock = "processor" if given.cpu_time else "wall"
+    clock = "cpu" if given.cpu_time else "wall"
     timer = partial(time_answer, clock=time.process_time if given.cpu_time else time.perf_counter)
     configure_process(1)
     model, samples = load_mosaic(), samples_of(6)
@@ -171,19 +171,19 @@ def main() -> None:
         f" {(1 - share) * len(distinct):.0f}"
     )
     print(f"median error against                         {'single':>10} {'median of':>10} {'single, less':>13}")
-    print(f"                                             {'answers':>10} {'repeats':>10} {'slow spells':>13} below p95")
+    print(f"                                             {'answers':>10} {'repeats':>10} {'slowdowns':>13} below p95")
     measured = total_ms(seen)
-    print(f"{'the clock itself':44} {error(repeats_ms(seen), measured):11.1%}")
-    for name, (way, folds) in WAYS.items():
-        _, middle, high = expect_all(way, folds, seen)
-        steady = error(middle * pace(measured / middle), measured)
+    print(f"{'noise of the clock':44} {error(repeats_ms(seen), measured):11.1%}")
+    for name, (method, folds) in METHODS.items():
+        _, middle, high = estimate_all(method, folds, seen)
+        steady = error(middle * slowdown(measured / middle), measured)
         metrics = f"{error(middle, measured):11.1%} {error(middle, repeats_ms(seen)):10.1%} {steady:13.1%}"
         print(f"{name:44} {metrics} {(measured <= high).mean():9.1%}")
-    stages, _, _ = expect_all(estimator, by_configuration_and_sample, seen)
+    stages, _, _ = estimate_all(estimator, by_configuration_and_sample, seen)
     for stage in STAGES:
         times = stage_ms(seen, stage)
         there = times > 0
-        slow = pace(times[there] / stages[stage][there])
+        slow = slowdown(times[there] / stages[stage][there])
         metrics = f"{error(stages[stage][there], times[there]):11.1%} {'':10}"
         steady = error(stages[stage][there] * slow, times[there])
         print(f"{f'  {stage}, median {np.median(times[there]):.2f} ms':44} {metrics} {steady:13.1%}")

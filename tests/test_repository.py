@@ -1,11 +1,14 @@
 """What the repository promises about itself."""
 
+import ast
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from processes import ENVIRONMENT
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
@@ -47,3 +50,25 @@ def test_everything_that_the_docs_name_and_every_test_is_in_the_repository():
             assert name in listed, f"{page.name} names {name}"
     for path in (ROOT / "tests").rglob("*.py"):
         assert str(path.relative_to(ROOT)) in listed
+
+
+def test_the_package_imports_nothing_that_the_wheel_does_not_hold():
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel["packages"] == ["src/groupwise"]
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                outside = name.split(".")[0] in ("bench", "examples", "tests", "tools")
+                assert not outside, f"{path.relative_to(ROOT)}:{node.lineno} imports {name}"
+
+
+def test_recipes_load_without_torch():
+    program = (
+        "import sys\n"
+        "from groupwise.recipes import RECIPES, load_recipe\n"
+        "for name in RECIPES: load_recipe(name)\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0

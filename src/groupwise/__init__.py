@@ -1,6 +1,6 @@
-"""Groupwise: GRPO for anything that makes a row of decisions.
+"""Groupwise: GRPO for anything that makes a sequence of decisions.
 
-Names are loaded when first used, so that `import groupwise` and `groupwise --help` do not wait for torch.
+Public names are imported on first use, so that `import groupwise` and `groupwise --help` do not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF = {
     "AdaptiveModel": "workloads.controller.serving.adaptive",
     "AdvantageConfig": "core.config",
     "Config": "training.config",
@@ -71,6 +71,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"groupwise.{_HOME[name]}"), name)
+    if name in _MODULE_OF:
+        return getattr(import_module(f"groupwise.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module 'groupwise' has no attribute '{name}'")

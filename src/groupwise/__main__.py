@@ -1,4 +1,4 @@
-"""`python -m groupwise`, which `accelerate launch -m` and `torchrun -m` use."""
+"""`python -m groupwise`, for `torchrun -m` and `accelerate launch -m`."""
 
 import os
 import sys

@@ -3,20 +3,25 @@ import re
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
+import fakes
 import pytest
 from processes import ENVIRONMENT, groupwise
 
-from groupwise.cli.main import main, translate
+import groupwise as gw
+from groupwise.cli.main import main, translate_aliases
 from groupwise.cli.place import group_label
+from groupwise.core.errors import UserError
+from groupwise.recipes import load_recipe
 
 
 def run(capsys, *words):
     """Exit code, stdout and stderr of one command in this process."""
     capsys.readouterr()
     code = main([str(word) for word in words])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def test_help_and_configs_do_not_import_torch():
@@ -42,9 +47,9 @@ def test_help_and_configs_do_not_import_torch():
         ["report", "--help"],
     ],
 )
-def test_help_teaches_in_under_half_a_second(words):
+def test_help_takes_under_half_a_second(words):
     seconds = []
-    for _ in range(5):  # the best of five, in processor time: other processes may have the core meanwhile
+    for _ in range(5):  # the best of five, in CPU time: other processes may have the core meanwhile
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         ended = groupwise(*words)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -96,9 +101,9 @@ def test_place_of_many_ranks_stays_readable(capsys):
     assert len(out.splitlines()) < 100
 
 
-def test_other_libraries_names_are_understood(capsys):
+def test_other_libraries_names_are_accepted(capsys):
     words = ["--num_generations=16", "--device-batch-size", "4", "--placement", "group_contiguous", "--steps", "3"]
-    translated, remarks = translate(words)
+    translated, remarks = translate_aliases(words)
     assert translated == ["--group-size=16", "--rows-per-pass", "4", "--placement", "whole", "--steps", "3"]
     assert remarks[0] == "--num_generations is called --group-size here."
     code, out, err = run(capsys, "place", "--world-size", 2, "--k", 4, "--batch-size", 4, "--json")
@@ -132,7 +137,7 @@ def test_other_libraries_names_are_understood(capsys):
         (["check", "fakes:recipe", "--conditions-per-step", "50"], "Nearest that fit: conditions_per_step 40."),
         (["place", "--conditions", "3"], "Nearest that fit: conditions_per_step 2 or 4"),
         (["place", "--step", "-1"], "step is -1"),
-        (["train", "fakes:recipe", "--ranks", "2"], "as many ranks as the launcher starts"),
+        (["train", "fakes:recipe", "--ranks", "2"], "the launcher decides how many ranks there are"),
         (["train", "fakes:recipe", "--optimizer.max-grad-norm", "-1"], "max_grad_norm is -1"),
         (["train", "fakes:recipe", "--optimizer.betas", "2", "2"], "betas is (2.0, 2.0)"),
         (["train", "fakes:recipe", "--optimizer.learning-rate", "nan"], "learning_rate is nan"),
@@ -198,7 +203,7 @@ BROKEN_FILES = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_FILES)
-def test_a_broken_recipe_file_is_told_with_its_line(capsys, tmp_path, kind):
+def test_an_error_in_a_recipe_file_names_its_line(capsys, tmp_path, kind):
     text, says = BROKEN_FILES[kind]
     (tmp_path / "broken.py").write_text(text)
     code, out, err = run(capsys, "train", tmp_path / "broken.py", "--json")
@@ -218,7 +223,7 @@ BROKEN_ROLLOUTS = {
 
 
 @pytest.mark.parametrize("kind", BROKEN_ROLLOUTS)
-def test_broken_rollouts_are_told_and_prints_stay_off_stdout(capsys, tmp_path, kind):
+def test_bad_rollouts_are_refused_and_prints_stay_off_stdout(capsys, tmp_path, kind):
     expression, says = BROKEN_ROLLOUTS[kind]
     (tmp_path / "mine2.py").write_text(
         "from dataclasses import dataclass, replace\n"
@@ -234,16 +239,16 @@ def test_broken_rollouts_are_told_and_prints_stay_off_stdout(capsys, tmp_path, k
         "    return gw.Config(MineConfig(), steps=2, conditions_per_step=4, group_size=4, rows_per_pass=4)\n"
     )
     code, out, err = run(capsys, "train", tmp_path / "mine2.py", "--run-dir", tmp_path / "run", "--json")
-    told = json.loads(out)
+    printed = json.loads(out)
     if says is None:
         assert code == 0
         assert "hello" in err
     else:
         assert code == 2
-        assert says in told["error"]
+        assert says in printed["error"]
 
 
-def test_train_check_and_eval_speak_json(capsys, tmp_path):
+def test_train_check_and_eval_print_json(capsys, tmp_path):
     folder = tmp_path / "run"
     code, out, err = run(capsys, "train", "fakes:recipe", "--run-dir", folder, "--json")
     assert code == 0
@@ -256,6 +261,13 @@ def test_train_check_and_eval_speak_json(capsys, tmp_path):
     code, out, _ = run(capsys, "eval", folder, "--json")
     assert code == 0
     assert json.loads(out)["metrics"] == summary["eval_after"]
+
+
+def test_a_recipe_names_its_run_folder_and_a_run_from_python_must(tmp_path):
+    assert load_recipe("chat-gsm8k").run.run_dir == Path("runs/chat-gsm8k")
+    assert load_recipe("examples/doors.py:recipe").run.run_dir == Path("runs/doors")
+    with pytest.raises(UserError, match=r"run.run_dir is None: .* must name its folder"):
+        gw.train(fakes.recipe())
 
 
 def test_output_cut_by_head_is_no_crash():

@@ -25,8 +25,8 @@ def run(capsys, *words):
     """Exit code, stdout and stderr of one command in this process."""
     capsys.readouterr()
     code = main(["measure", *(str(word) for word in words)])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +68,7 @@ def test_a_local_model_is_drawn_and_explained(capsys, tmp_path):
     lines = [line.split() for line in out.splitlines()]
     metrics = [line for line in lines if line and line[-1].replace(".", "").isdigit() and len(line) >= 8]
     assert len(metrics) == 3 * 3 + 3 * 3
-    assert "15 settings x 2 answers" in err
+    assert "15 settings x 2 answers of tiny 30/30" in err
     drawn = (tmp_path / "drawn.svg").read_text()
     for word in ("tiny: one answer, measured", "milliseconds (p50)", "vision", "prefill", "decode", "blocks", "top-k"):
         assert f"<!-- {word} -->" in drawn
@@ -99,7 +99,7 @@ def test_a_dense_model_has_no_top_k_and_a_text_model_no_tiers(capsys, tmp_path):
         (["mosaic", "--warm-up", "-1"], "warm_up is -1"),
         (["mosaic", "--new-tokens", "0"], "new_tokens is 0"),
         (["mosaic", "--threads", "0"], "threads is 0"),
-        (["mosaic", "--threads", "2", "--clock", "processor"], "threads is 2: it must be 1 for the processor's clock"),
+        (["mosaic", "--threads", "2", "--clock", "cpu"], "threads is 2: it must be 1 with --clock cpu"),
         (["mosaic", "--plot", "picture.doc"], "plot is picture.doc"),
         (["mosaic", "--plot", "nowhere/picture.png"], "in a folder that exists"),
         (["empty"], "The model 'empty' cannot be loaded"),

@@ -23,7 +23,7 @@ def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
     assert told["answers"] == len(estimator.ratios) >= 19
     assert told["median_error"] >= 0
     rows = KnobLatencyEstimator(estimator, loaded.options, new_tokens=2).rows(dict.fromkeys(loaded.options.crops, 40))
-    assert (rows.high_ms > 0).all()
+    assert (rows.upper_ms > 0).all()
     with pytest.raises(UserError, match="was fitted for"):
         LatencyEstimator.load(file, model="another")
 
@@ -33,7 +33,7 @@ def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
     [
         (["mosaic", "--seconds", "0"], "seconds is 0"),
         (["mosaic", "--new-tokens", "0"], "new_tokens is 0"),
-        (["mosaic", "--seconds", "0.2", "--quantile", "0.999"], "cannot tell a quantile of 0.999"),
+        (["mosaic", "--seconds", "0.2", "--quantile", "0.999"], "too few for a quantile of 0.999"),
         (["./nowhere"], "There is no folder ./nowhere"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a process does with its threads and with memory that it has freed."""
+"""CPU threads and freed memory of a process."""
 
 import platform
 import resource
@@ -9,8 +9,8 @@ import pytest
 
 FAULTS = """
 import resource, torch
-from groupwise.meter.process import settle_in
-settle_in(1)
+from groupwise.dist.process import configure_process
+configure_process(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 for size in range(12, 31):
     torch.ones(size * 2**18)  # MiB, each larger than any that was freed before
@@ -24,9 +24,9 @@ def faults() -> tuple[int, int]:
     return count, threads
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the memory of other C libraries is their own affair")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
 def test_freed_memory_is_kept_for_the_next_tensor_and_threads_are_set():
     count, threads = faults()
     assert threads == 1
     pages = sum(range(12, 31)) * 2**20 // resource.getpagesize()
-    assert count < pages / 2  # left alone, it is all of them
+    assert count < pages / 2  # by default it is all of them

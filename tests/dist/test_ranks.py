@@ -109,7 +109,7 @@ class Fails(fakes.TinyWorkload):
         self.calls += 1
         terms = super().rewards(rollouts)
         if self.calls == 5 and os.environ["RANK"] == "1":
-            return gw.Terms({"share": terms.per_rollout["share"][1:]})
+            return gw.RewardTerms({"share": terms.per_rollout["share"][1:]})
         return terms
 
 @dataclass(frozen=True)
@@ -149,8 +149,8 @@ def test_ranks_with_other_weights_are_found(tmp_path):
     program.write_text(
         "from dataclasses import replace\n"
         "import fakes, torch\n"
-        "from groupwise.train.run import check\n"
-        "from groupwise.dist.comm import connect, disconnect, end_at_once\n"
+        "from groupwise.training.run import check\n"
+        "from groupwise.dist.comm import connect, disconnect, exit_now\n"
         "comm, build = connect(), fakes.TinyConfig.build\n"
         "def apart(self, device):\n"
         "    workload = build(self, device)\n"
@@ -160,20 +160,20 @@ def test_ranks_with_other_weights_are_found(tmp_path):
         "checks, is_main = check(fakes.recipe())\n"
         "if is_main: print([found.detail for found in checks if not found.passed])\n"
         "disconnect()\n"
-        "end_at_once()\n"
+        "exit_now()\n"
     )
     ended = on_ranks(2, [program])
     assert "ranks [1] hold other weights than rank 0" in ended.stdout, ended.stderr[-2000:]
 
 
-def test_a_process_that_ends_at_once_says_all_it_had_to_say():
+def test_exit_now_flushes_output_and_runs_exit_functions():
     program = (
         "import atexit, threading, time\n"
-        "from groupwise.dist.comm import end_at_once\n"
+        "from groupwise.dist.comm import exit_now\n"
         "atexit.register(print, 'bye', end='')\n"
         "threading.Thread(target=time.sleep, args=(60,)).start()\n"  # one that outlives it
         "print('done', end=' ')\n"
-        "end_at_once()\n"
+        "exit_now()\n"
     )
     ended = subprocess.run(
         [sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True, timeout=50, check=False

@@ -20,8 +20,8 @@ def test_ticks_are_round_numbers_by_hand(low: float, high: float, ticks: list[fl
 @given(
     st.floats(-1e6, 1e6, allow_nan=False).flatmap(lambda low: st.tuples(st.just(low), st.floats(1e-3, 1e6))),
 )
-def test_ticks_enclose_the_span_evenly(span: tuple[float, float]):
-    low, high = span[0], span[0] + span[1]
+def test_ticks_enclose_the_range_evenly(low_and_width: tuple[float, float]):
+    low, high = low_and_width[0], sum(low_and_width)
     ticks = nice_ticks(low, high)
     steps = [after - before for before, after in itertools.pairwise(ticks)]
     tolerance = 1e-6 * max(steps)
@@ -34,7 +34,7 @@ def test_ticks_enclose_the_span_evenly(span: tuple[float, float]):
 def test_a_line_runs_from_corner_to_corner():
     svg = ElementTree.fromstring(line_chart({"reward": [(1, 0.0), (2, 0.5), (3, 1.0)]}))
     line, _ = svg.findall("polyline")
-    points = [tuple(map(float, spot.split(","))) for spot in line.attrib["points"].split()]
+    points = [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
     assert points == [(52, 148), (192, 78), (332, 8)]  # the plot is 280 wide and 140 high
     assert [dot.findtext("title") for dot in svg.findall("circle")] == [
         "reward, step 1: 0",
@@ -52,8 +52,8 @@ def test_the_running_mean_by_hand():
 @pytest.mark.parametrize("values", [[0.0, 0.0], [7.0], [-2.5, -2.5], [1e-9, 1e9]])
 def test_a_line_that_is_flat_or_one_point_is_drawn(values: list[float]):
     svg = ElementTree.fromstring(line_chart({"loss": list(enumerate(values))}))
-    for spot in svg.find("polyline").attrib["points"].split():
-        assert all(math.isfinite(number) for number in map(float, spot.split(",")))
+    for pair in svg.find("polyline").attrib["points"].split():
+        assert all(math.isfinite(number) for number in map(float, pair.split(",")))
 
 
 def test_bars_are_as_long_as_their_bytes():

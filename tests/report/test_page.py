@@ -12,7 +12,7 @@ from groupwise.report.run_data import read_run
 
 
 class Elements(HTMLParser):
-    """What a browser would fetch or run, and the text that a person would read; every element must be closed."""
+    """What a browser would fetch or run, and the text it would show; every element must be closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Elements(HTMLParser):
 
 
 def read(page: str) -> Elements:
-    found = Elements()
-    found.feed(page)
-    assert not found.open
-    return found
+    elements = Elements()
+    elements.feed(page)
+    assert not elements.open
+    return elements
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_page_needs_nothing_else_and_shows_every_figure(run_dir: Path):
-    found = read(render([read_run(run_dir)]))
-    assert all(address.startswith("data:image/") for address in found.fetched)
-    assert "script" not in found.kinds
+def test_the_page_is_self_contained_and_shows_every_metric(run_dir: Path):
+    elements = read(render([read_run(run_dir)]))
+    assert all(address.startswith("data:image/") for address in elements.fetched)
+    assert "script" not in elements.kinds
     last = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    shown = {text.strip() for text in found.text}
+    shown = {text.strip() for text in elements.text}
     for name, value in last.items():
         if name not in ("step", "memory_bytes") and value is not None:
             assert name in shown, name
@@ -65,13 +65,13 @@ def test_memory_is_shown_as_measured(run_dir: Path):
     assert "peak, measured" in text
 
 
-def test_what_a_model_wrote_cannot_run_in_the_reader_s_browser(run_dir: Path):
+def test_what_a_model_wrote_cannot_run_in_a_browser(run_dir: Path):
     run = read_run(run_dir)
-    told = {**run.samples[-1], "completion": "<script>alert(1)</script><img src=x onerror=alert(1)>"}
-    found = read(render([replace(run, name="<b>run</b>", samples=[told])]))
-    assert not {"script", "b"} & found.kinds
-    assert all(address.startswith("data:image/") for address in found.fetched)
-    assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in found.text
+    sample = {**run.samples[-1], "completion": "<script>alert(1)</script><img src=x onerror=alert(1)>"}
+    elements = read(render([replace(run, name="<b>run</b>", samples=[sample])]))
+    assert not {"script", "b"} & elements.kinds
+    assert all(address.startswith("data:image/") for address in elements.fetched)
+    assert "<script>alert(1)</script><img src=x onerror=alert(1)>" in elements.text
 
 
 def test_several_runs_share_their_axes(run_dir: Path):
@@ -83,12 +83,12 @@ def test_several_runs_share_their_axes(run_dir: Path):
 
 def test_the_command_writes_into_the_run_folder(run_dir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["report", str(run_dir), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["page"] == str(run_dir / "report.html")
-    assert told["bytes"] == len((run_dir / "report.html").read_bytes())
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["page"] == str(run_dir / "report.html")
+    assert printed["bytes"] == len((run_dir / "report.html").read_bytes())
 
 
-def test_a_folder_without_a_run_and_a_place_that_cannot_be_written_are_refused(
+def test_a_folder_without_a_run_and_an_unwritable_file_are_refused(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert main(["report", str(tmp_path)]) == 2
@@ -97,7 +97,7 @@ def test_a_folder_without_a_run_and_a_place_that_cannot_be_written_are_refused(
     assert "--out" in capsys.readouterr().err
 
 
-def test_a_run_that_is_killed_within_a_line_is_shown_as_far_as_it_came(run_dir: Path, tmp_path: Path):
+def test_a_run_killed_within_a_line_is_shown_up_to_its_last_complete_step(run_dir: Path, tmp_path: Path):
     (tmp_path / "metrics.jsonl").write_text((run_dir / "metrics.jsonl").read_text() + '{"step": 4, "rew')
     (tmp_path / "config.json").write_text("{}")
     assert len(read_run(tmp_path).steps) == 4

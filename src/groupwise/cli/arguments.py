@@ -1,21 +1,19 @@
-"""What goes to stdout and what to stderr, and arguments whose mistakes can be told in one sentence.
-RECIPE and its fields, as `train` and `check` take them.
-"""
+"""Command-line arguments with tyro: RECIPE and its fields, errors as one sentence, and `--json` output."""
 
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from typing import Any, TypeVar
 
 import tyro
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import to_json
 from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
 from groupwise.training.config import Config
 from groupwise.workloads.base import WorkloadConfig
@@ -24,58 +22,62 @@ T = TypeVar("T")
 
 
 class ArgumentError(UserError):
-    """A mistake in the arguments that has been shown to the user already."""
+    """A mistake in the arguments that has already been printed."""
 
 
-def parse(kind: type[T], words: list[str], *, prog: str, description: str | None = None, default: T | None = None) -> T:
-    """The arguments as a record; a mistake is shown as tyro draws it, and kept as a sentence for `--json`."""
-    shown = io.StringIO()
+def parse(
+    kind: type[T], arguments: Sequence[str], *, prog: str, description: str | None = None, default: T | None = None
+) -> T:
+    """The arguments as a dataclass. A mistake is printed as tyro formats it, and raised as one sentence for --json."""
+    printed = io.StringIO()
     more: dict[str, Any] = {} if default is None else {"default": default}
     try:
-        with redirect_stderr(shown):
-            return tyro.cli(kind, args=words, prog=prog, description=description, **more)
+        with redirect_stderr(printed):
+            return tyro.cli(kind, args=arguments, prog=prog, description=description, **more)
     except SystemExit as leaving:
-        print(shown.getvalue(), end="", file=sys.stderr)
+        print(printed.getvalue(), end="", file=sys.stderr)
         if not leaving.code:
             raise
-        sentence = " ".join(re.sub("[\u2500-\u257f]", " ", shown.getvalue()).split())
+        box_characters = "[\u2500-\u257f]"
+        sentence = " ".join(re.sub(box_characters, " ", printed.getvalue()).split())
         raise ArgumentError(sentence.split("For full helptext")[0].strip()) from None
 
 
 def print_json(content: Mapping[str, Any]) -> None:
-    """The one object on stdout; of several ranks, only the first speaks."""
+    """One object on stdout, from the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(content))
+        print(to_json(content))
 
 
 def quiet_stdout(as_json: bool) -> Any:
-    """What a user's own code prints must not stand beside the one JSON object."""
+    """With `--json`, what a user's own code prints goes to stderr."""
     return redirect_stdout(sys.stderr) if as_json else nullcontext()
 
 
-def read_config(command: str, words: list[str], description: str) -> Config:
-    """The recipe named first, with the fields that the user changed."""
-    if not words or words[0].startswith("-"):
-        if "-h" in words or "--help" in words:
+def read_config(command: str, arguments: Sequence[str], description: str) -> Config:
+    """The config of the recipe that is named first, with the fields that the user changed."""
+    if not arguments or arguments[0].startswith("-"):
+        if "-h" in arguments or "--help" in arguments:
             _generic_help(command, description)
         raise UserError(f"`groupwise {command}` needs a recipe: groupwise {command} RECIPE. {RECIPE_NAMING_HELP}")
-    if any(word.split("=")[0] == "--ranks" for word in words):
+    if any(argument.split("=")[0] == "--ranks" for argument in arguments):
         raise UserError(
-            "--ranks is not a field of a recipe: there are as many ranks as the launcher starts. Use `torchrun"
+            "--ranks is not a field of a recipe: the launcher decides how many ranks there are. Use `torchrun"
             f" --nproc-per-node N -m groupwise {command} ...`, or `accelerate launch` with --num-processes N."
         )
-    config = load_recipe(words[0])
-    return parse(Config, words[1:], prog=f"groupwise {command} {words[0]}", description=description, default=config)
+    recipe, *fields = arguments
+    prog = f"groupwise {command} {recipe}"
+    return parse(Config, fields, prog=prog, description=description, default=load_recipe(recipe))
 
 
 def _generic_help(command: str, description: str) -> None:
-    """Help for no recipe in particular: how to name one, and the fields that all of them have."""
-    built_in = f"Built-in recipes: {', '.join(RECIPES)}.\n\n" if RECIPES else ""
+    """How to name a recipe, and the fields that all recipes have."""
     parse(
         Config,
         ["--help"],
         default=Config(WorkloadConfig()),
         prog=f"groupwise {command} RECIPE",
-        description=f"{description}\n\n{RECIPE_NAMING_HELP}\n\n{built_in}"
-        f"These fields every recipe has; `groupwise {command} RECIPE --help` shows its own too, with its defaults.",
+        description=f"{description}\n\n{RECIPE_NAMING_HELP}\n\nBuilt-in recipes: {', '.join(RECIPES)}.\n\n"
+        f"Every recipe has the fields below. `groupwise {command} RECIPE --help` shows those of its workload too, and"
+        " its defaults.",
     )

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from groupwise.cli.arguments import print_json, quiet_stdout, read_config
 
 DESCRIPTION = (
-    "Preflight alone: rolls out and scores one pass, looks at ratios, groups, gradients and shapes, and writes nothing."
+    "Run the preflight checks of a recipe without training: roll out and score one pass, then check ratios, groups,"
+    " gradients and shapes. Nothing is written. Exit code 2 if a check fails."
 )
 
 
-def run(words: list[str], as_json: bool) -> int:
-    config = read_config("check", words, DESCRIPTION)
+def run(arguments: list[str], as_json: bool) -> int:
+    config = read_config("check", arguments, DESCRIPTION)
     from rich.console import Console
 
     from groupwise.dist.comm import disconnect

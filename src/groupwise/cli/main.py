@@ -1,6 +1,4 @@
-"""Find the command, run it, and turn a user's mistake into one paragraph and exit code 2.
-Other libraries' names for our quantities: accepted on the command line, explained once.
-"""
+"""The commands, other libraries' names for our flags, and exit codes."""
 
 from __future__ import annotations
 
@@ -13,118 +11,121 @@ from groupwise import __version__
 from groupwise.cli.arguments import ArgumentError, print_json
 from groupwise.core.errors import UserError
 
-OTHER_NAMES = {
+COMMANDS = {
+    "train": "train a recipe, with live progress and memory; can be resumed",
+    "plan": "estimate memory before launch: bytes by part, settings that fit, what to reduce first",
+    "check": "run the preflight checks of a recipe, without training",
+    "place": "show which member of which group runs on which rank",
+    "eval": "evaluate the newest checkpoint of a run on held-out data",
+    "report": "write one HTML page about a run, or about several side by side",
+    "measure": "measure the latency of one answer by stage, tier and depth",
+    "profile": "measure a model and fit the latency estimator that controllers use",
+}
+
+ALIASES = {
     "--group-size": ("--k", "--num-generations", "--num-image-per-prompt", "--num-samples"),
     "--conditions-per-step": ("--examples-per-step", "--batch-size", "--m"),
     "--rows-per-pass": ("--device-batch-size", "--train-batch-size", "--micro-batch-size"),
     "--ranks": ("--world-size", "--num-replicas", "--num-gpus"),
 }
-OTHER_PLACEMENTS = {
+"""Our flags, and what other libraries call them."""
+PLACEMENT_ALIASES = {
     "group_contiguous": "whole",
     "group_distributed": "spread",
     "k_repeat": "shuffled",
 }
-_OURS = {other: ours for ours, others in OTHER_NAMES.items() for other in others}
-
-
-def translate(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments in our words, and a remark for each that was in others'."""
-    translated: list[str] = []
-    remarks = []
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        ours = _OURS.get(flag.replace("_", "-"), flag)
-        if translated[-1:] == ["--placement"]:
-            ours = OTHER_PLACEMENTS.get(flag.replace("-", "_"), flag)
-        if ours != flag:
-            remarks.append(f"{flag} is called {ours} here.")
-        translated.append(ours + equals + value)
-    return translated, remarks
-
-
-COMMANDS = {
-    "train": "train a recipe: progress, live memory, resumable",
-    "plan": "bytes by part before launch, settings that fit, what to lower first",
-    "check": "preflight alone: is the set-up sound? Trains nothing",
-    "place": "show which member of which group runs where",
-    "eval": "evaluate the newest checkpoint of a run",
-    "report": "one HTML page about a run, or about several side by side",
-    "measure": "show where the milliseconds of an answer go, by tier and depth",
-    "profile": "learn what an answer will take, before it runs",
-}
+_FLAG_OF_ALIAS = {alias: flag for flag, aliases in ALIASES.items() for alias in aliases}
 
 HELP = f"""\
-Groupwise {__version__}: GRPO for anything that makes a row of decisions.
+Groupwise {__version__}: GRPO for anything that makes a sequence of decisions.
 
 usage: groupwise COMMAND ... [--json]
 
-{chr(10).join(f"  {name:<7} {what}" for name, what in COMMANDS.items())}
+{chr(10).join(f"  {name:<7} {summary}" for name, summary in COMMANDS.items())}
 
-  groupwise train examples/doors.py                        train, into runs/doors
-  groupwise train examples/doors.py --group-size 16 --help every field, with its meaning
-  groupwise train examples/doors.py --resume               go on where it stopped
-  torchrun --nproc-per-node 4 -m groupwise train examples/doors.py    (or accelerate launch)
-  groupwise report runs/doors                              curves, memory, pictures and rollouts on one page
-  groupwise place --conditions 8 --group-size 4 --ranks 8 --rows-per-pass 2 --placement shuffled
-  groupwise measure mosaic                                 vision, prefill and decode, in tables and a picture
+Examples:
+  groupwise train chat                                     train a built-in recipe, into runs/chat
+  groupwise train examples/doors.py --group-size 16        train a recipe of your own, with another group size
+  groupwise train examples/doors.py --resume               continue from the newest checkpoint
+  groupwise train chat --help                              every field of a recipe, with its meaning and default
+  torchrun --nproc-per-node 4 -m groupwise train chat      train on 4 ranks (accelerate launch works too)
+  groupwise plan chat --device-memory 32GiB                will it fit?
+  groupwise eval runs/chat                                 evaluate what was trained
+  groupwise report runs/chat                               curves, memory, images and rollouts on one page
+  groupwise measure mosaic                                 latency of the embedded vision-language model
 
 `groupwise COMMAND --help` explains a command. `--json` prints exactly one JSON object on stdout; all else goes to
-stderr. Exit code 0 is success, 2 a mistake that you can mend (the message says how), 130 a run that you stopped.
+stderr. Exit code 0 is success, 2 an error that you can fix (the message says how), 130 a run that you stopped, 1 a bug.
 
-Names used elsewhere are understood too:
-{chr(10).join(f"  {ours:<22} {', '.join(others)}" for ours, others in OTHER_NAMES.items())}
+Other libraries' names are accepted too:
+{chr(10).join(f"  {flag:<22} {', '.join(aliases)}" for flag, aliases in ALIASES.items())}
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
-    if words[0] == "--version":
+    if arguments[0] == "--version":
         print(f"groupwise {__version__}")
         return 0
-    as_json = "--json" in words
-    words, remarks = translate([word for word in words if word != "--json"])
-    if not words:
+    as_json = "--json" in arguments
+    arguments, remarks = translate_aliases([argument for argument in arguments if argument != "--json"])
+    if not arguments:
         return _fail("There is no command. See `groupwise --help`.", as_json, code=2)
     for remark in remarks:
         print(remark, file=sys.stderr)
-    return _run(words, as_json)
+    return _run(arguments[0], arguments[1:], as_json)
 
 
-def _run(words: Sequence[str], as_json: bool) -> int:
+def translate_aliases(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments with our names, and a remark for each alias."""
+    translated: list[str] = []
+    remarks = []
+    for argument in arguments:
+        given, equals, value = argument.partition("=")
+        name = _FLAG_OF_ALIAS.get(given.replace("_", "-"), given)
+        if translated[-1:] == ["--placement"]:
+            name = PLACEMENT_ALIASES.get(given.replace("-", "_"), given)
+        if name != given:
+            remarks.append(f"{given} is called {name} here.")
+        translated.append(name + equals + value)
+    return translated, remarks
+
+
+def _run(command: str, arguments: list[str], as_json: bool) -> int:
     try:
-        return _command(words[0])(list(words[1:]), as_json)
+        return _load_command(command)(arguments, as_json)
     except ArgumentError as error:
         return _fail(str(error), as_json, code=2)
     except UserError as error:
-        print(f"groupwise{_rank()}: {error}", file=sys.stderr)
+        print(f"groupwise{_rank_label()}: {error}", file=sys.stderr)
         return _fail(str(error), as_json, code=2)
-    except SystemExit as leaving:  # help was asked for and given
+    except SystemExit as leaving:  # after --help
         return leaving.code if isinstance(leaving.code, int) else 0
-    except BrokenPipeError:  # the reader of our output, such as `head`, has left
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
         sys.stdout = None
         return 0
     except KeyboardInterrupt:
         resume = " --resume continues from the newest checkpoint, or from the start if there is none."
-        stopped = f"Stopped at once.{resume if words[0] == 'train' else ''}"
-        print(f"groupwise{_rank()}: {stopped}", file=sys.stderr)
-        return _fail(stopped, as_json, code=130)
+        message = f"Interrupted.{resume if command == 'train' else ''}"
+        print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
+        return _fail(message, as_json, code=130)
     except Exception as error:
         _fail(f"{type(error).__name__}: {error}", as_json, code=1)
         raise
 
 
-def _command(name: str) -> Callable[[list[str], bool], int]:
+def _load_command(name: str) -> Callable[[list[str], bool], int]:
     if name not in COMMANDS:
         raise UserError(f"There is no command '{name}'. There are: {', '.join(COMMANDS)}. See `groupwise --help`.")
     command: Callable[[list[str], bool], int] = import_module(f"groupwise.cli.{name}").run
     return command
 
 
-def _rank() -> str:
-    """Which of several processes speaks."""
+def _rank_label() -> str:
+    """Which of several processes prints a message."""
     return f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
 
 

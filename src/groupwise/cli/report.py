@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -15,26 +16,36 @@ from groupwise.report.run_data import read_run
 
 @dataclass(frozen=True)
 class ReportArguments:
-    """Write one self-contained HTML page about a run, or about several side by side; also while they train."""
+    """Write one self-contained HTML page about a run, or about several side by side. Works during training too.
 
-    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    Try: groupwise report runs/chat
+    """
+
+    run_dirs: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]],
+        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint="(required)"),
+    ]
     """Run folders, such as runs/chat."""
-    out: Path | None = None
-    """The page; report.html in the first run's folder unless you say otherwise."""
+    out: Annotated[
+        Path | None,
+        tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: report.html in the first run's folder)"),
+    ] = None
+    """Where to write the page."""
 
 
-def run(words: list[str], as_json: bool) -> int:
-    arguments = parse(ReportArguments, words, prog="groupwise report")
-    if not arguments.run_dirs:
+def run(arguments: list[str], as_json: bool) -> int:
+    options = parse(ReportArguments, arguments, prog="groupwise report")
+    if not options.run_dirs:
         raise UserError("No run was named. Name the folder of at least one, such as `groupwise report runs/chat`.")
-    page = render([read_run(path) for path in arguments.run_dirs])
-    out = arguments.out or arguments.run_dirs[0] / "report.html"
+    page = render([read_run(path) for path in options.run_dirs])
+    out = options.out or options.run_dirs[0] / "report.html"
     try:
         out.write_text(page)
     except OSError as error:
-        raise UserError(f"{out} cannot be written ({error.strerror}). Choose another place with --out.") from error
+        raise UserError(f"{out} cannot be written ({error.strerror}). Name another file with --out.") from error
+    num_bytes = len(page.encode())
     if as_json:
-        print_json({"page": str(out), "runs": [str(path) for path in arguments.run_dirs], "bytes": len(page.encode())})
+        print_json({"page": str(out), "runs": [str(path) for path in options.run_dirs], "bytes": num_bytes})
     else:
-        print(f"{out}: open it in a browser ({len(page.encode()) / 1024:.0f} KiB, needs nothing else).")
+        print(f"{out}: open it in a browser ({num_bytes / 1024:.0f} KiB, works offline).")
     return 0

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from statistics import mean
 from typing import TYPE_CHECKING
 
 from groupwise.cli.arguments import print_json, quiet_stdout, read_config
+from groupwise.cli.tables import print_table
 from groupwise.training.run_folder import RunFolder
+from groupwise.workloads.base import ReportTable
 
 if TYPE_CHECKING:
     from groupwise.training.run import MeanAndStd, RunSummary
@@ -17,52 +19,43 @@ if TYPE_CHECKING:
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 DESCRIPTION = (
-    "Train a recipe. The run folder receives config.json, metrics.jsonl (one object a step), samples.jsonl, eval.json"
-    " and checkpoints/. Ctrl-C writes a checkpoint and leaves; --resume goes on, bit by bit as if never stopped."
+    "Train a recipe. The run folder holds config.json, metrics.jsonl (one object per step), samples.jsonl, eval.json"
+    " and checkpoints/. Ctrl-C writes a checkpoint and exits; --resume continues, bit-identical to a run that never"
+    " stopped."
 )
 
 
-def run(words: list[str], as_json: bool) -> int:
-    config = read_config("train", words, DESCRIPTION)
+def run(arguments: list[str], as_json: bool) -> int:
+    config = read_config("train", arguments, DESCRIPTION)
     from groupwise.dist.comm import disconnect
     from groupwise.training.run import train
 
     with quiet_stdout(as_json):
         summary = train(config)
     disconnect()
-    if summary.is_main:
-        if as_json:
-            print_json({**asdict(summary), "run_dir": str(summary.run_dir)})
-        else:
-            _show(summary)
+    if summary.is_main and as_json:
+        print_json({**asdict(summary), "run_dir": str(summary.run_dir)})
+    elif summary.is_main:
+        _show(summary)
     return 130 if summary.interrupted else 0
 
 
 def _show(summary: RunSummary) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"{summary.run_dir}: {summary.steps} steps in {summary.seconds:.1f} s", title_justify="left")
-    table.add_column("measured")
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right")
-    table.add_row(
-        "reward, mean ± std of the first tenth -> last tenth of steps",
-        _mean_and_std(summary.reward_first_tenth),
-        _mean_and_std(summary.reward_last_tenth),
-    )
-    for name, after in summary.eval_after.items():
-        table.add_row(name, _figure(summary.eval_before.get(name)), _figure(after))
-    console = Console(file=sys.stdout)
-    console.print(table)
+    reward_label = "reward, mean ± std of the first tenth -> last tenth of steps"
+    rows = [[reward_label, _mean_and_std(summary.reward_first_tenth), _mean_and_std(summary.reward_last_tenth)]]
+    rows += [
+        [name, _number(summary.eval_before.get(name)), _number(after)] for name, after in summary.eval_after.items()
+    ]
+    title = f"{summary.run_dir}: {summary.steps} steps in {summary.seconds:.1f} s"
     rewards = [entry["reward"] for entry in RunFolder(summary.run_dir).metrics() if entry["reward"] is not None]
-    console.print(f"reward by step  {sparkline(rewards)}", highlight=False)
+    print_table(ReportTable(title, ["metric", "before", "after"], rows, f"reward by step  {sparkline(rewards)}"))
 
 
 def sparkline(values: Sequence[float], width: int = 48) -> str:
-    """A line of blocks from the lowest to the highest value, each the mean of a stretch of steps."""
-    stretches = min(width, len(values))
-    means = [mean(values[n * len(values) // stretches : (n + 1) * len(values) // stretches]) for n in range(stretches)]
+    """A line of blocks between the lowest and the highest value, each the mean of some consecutive steps."""
+    count = min(width, len(values))
+    bounds = [index * len(values) // count for index in range(count + 1)] if count else []
+    means = [mean(values[start:end]) for start, end in pairwise(bounds)]
     low, high = min(means, default=0.0), max(means, default=0.0)
     blocks = "".join(_BLOCKS[round((value - low) / (high - low or 1) * (len(_BLOCKS) - 1))] for value in means)
     return f"{low:.3f} {blocks} {high:.3f}"
@@ -72,5 +65,5 @@ def _mean_and_std(reward: MeanAndStd | None) -> str:
     return "-" if reward is None else f"{reward.mean:.4f} ± {reward.std:.4f}"
 
 
-def _figure(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"

@@ -1,1 +1,1 @@
-"""The only folder that knows of torch.distributed, Accelerate and device names."""
+"""Ranks, devices, process settings and trackers: the only folder that imports torch.distributed or accelerate."""

@@ -1,4 +1,4 @@
-"""Ranks that talk: gathers, sums and agreement, over Accelerate. With one rank nothing is sent."""
+"""Communication between ranks: gather, sum, agree on failure, sum gradients. With one rank nothing is sent."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.dist.devices import reduce_dtype
 
 BUCKET_NUMEL = 1 << 22
-"""Numbers that are sent together when gradients are summed: small tensors share one exchange."""
+"""Elements per all-reduce when gradients are summed: small tensors share one bucket."""
 
 
 @dataclass(frozen=True)
 class Comm:
-    """This process's place among the ranks, and the few exchanges that training needs."""
+    """This process's rank, and the collectives that training needs."""
 
     rank: int
     ranks: int
@@ -38,7 +38,7 @@ class Comm:
         return self.rank == 0
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of all ranks, rank after rank, on the CPU. Every rank brings the same number."""
+        """The rows of all ranks, rank after rank, on the CPU. Every rank passes the same number of rows."""
         if self.ranks == 1:
             return rows.cpu()
         raw = rows.contiguous().view(torch.uint8).to(self.device)  # bytes: not every backend sends float64
@@ -51,38 +51,41 @@ class Comm:
         return list(objects) if self.ranks == 1 else list(gather_object(list(objects)))
 
     def sum(self, *numbers: float) -> list[float]:
-        """Each number added up over the ranks."""
+        """The sum of each number over the ranks."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def max(self, *numbers: float) -> list[float]:
+        """The maximum of each number over the ranks."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Whether the flag is up on any rank."""
+        """Whether the flag is set on any rank."""
         return self.max(float(flag))[0] > 0
 
     @contextmanager
     def fail_together(self, what: str) -> Iterator[None]:
-        """What fails on one rank fails on all of them with the same message, so that nobody is left waiting.
+        """When one rank fails in this block, all ranks raise the same error, so that none is left waiting.
 
-        Inside runs what a user wrote; whatever it raises is told as theirs to mend, with the line it came from. When
-        memory ran out, and nothing worse happened, `OutOfMemoryError` is raised.
+        Any exception of a user's code becomes a `UserError` that names its line; running out of memory on some rank,
+        without another failure, becomes an `OutOfMemoryError`.
         """
-        failure: Exception | None = None
+        error: Exception | None = None
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - a user's code may raise anything
-            failure = error
-        short, message = is_out_of_memory(failure), None if failure is None else _error_message(failure, what)
-        if failure is not None and short:
-            _release_frames(failure)
-        if self.any(message is not None):
-            everyone = [(*found, rank) for rank, found in enumerate(self.gather_objects([(short, message)]))]
-            for found_short, told, _ in everyone:
-                if told is not None and not found_short:
-                    raise UserError(told) from failure
-            _, told, rank = next(found for found in everyone if found[0])
-            raise OutOfMemoryError(f"{told} (rank {rank} of {self.ranks})" if self.ranks > 1 else told) from None
+        except Exception as raised:  # noqa: BLE001 - a user's code may raise anything
+            error = raised
+        failures = self._collect_failures(error, what)
+        if failures:
+            _raise_together(failures, error, self.ranks)
+
+    def _collect_failures(self, error: Exception | None, what: str) -> list[_RankFailure]:
+        """The failures of all ranks, in order of rank: the same list everywhere."""
+        own: list[_RankFailure] = []
+        if error is not None:
+            own = [_RankFailure(self.rank, _error_message(error, what), is_out_of_memory(error))]
+            if own[0].out_of_memory:
+                _release_frames(error)
+        return self.gather_objects(own) if self.any(bool(own)) else []
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""
@@ -91,35 +94,53 @@ class Comm:
         return broadcast_object_list([value])[0]
 
     def barrier(self) -> None:
-        """Until all ranks are here."""
+        """Wait until all ranks are here."""
         if self.ranks > 1:
             self._state.wait_for_everyone()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Add up gradients over the ranks: large ones where they are, small ones packed together.
+        """Sum gradients over the ranks: large ones in place, small ones in buckets.
 
-        A rank that had no rows brings zeros, so nobody waits for it; a parameter without a gradient has zero
-        everywhere, with one rank as with many. All memory is taken, and everyone has it, before anything is sent.
+        A rank without rows contributes zeros, so no rank waits for it; a parameter without a gradient gets zeros on
+        every rank, with one rank as with many. All ranks have allocated their memory before anything is sent.
         """
-        with self.fail_together("Making room to sum the gradients"):
+        with self.fail_together("Allocating memory to sum the gradients"):
             gradients = [_gradient(parameter) for parameter in parameters]
-            packs = _buckets(gradients) if self.ranks > 1 else []
-            largest = max((_numel(pack) for pack in packs if len(pack) > 1), default=0)
-            room = {pack[0].dtype: pack[0].new_empty(largest) for pack in packs}
-        for pack in packs:
-            flat = pack[0].view(-1)
-            if len(pack) > 1:
-                flat = torch.cat([part.flatten() for part in pack], out=room[flat.dtype][: _numel(pack)])
+            buckets = _buckets(gradients) if self.ranks > 1 else []
+            largest = max((_numel(bucket) for bucket in buckets if len(bucket) > 1), default=0)
+            buffers = {bucket[0].dtype: bucket[0].new_empty(largest) for bucket in buckets}
+        for bucket in buckets:
+            flat = bucket[0].view(-1)
+            if len(bucket) > 1:
+                buffer = buffers[flat.dtype][: _numel(bucket)]
+                flat = torch.cat([gradient.flatten() for gradient in bucket], out=buffer)
             dist.all_reduce(flat)
-            for part, total in zip(pack, flat.split([part.numel() for part in pack]), strict=True):
-                part.copy_(total.view_as(part))
+            sums = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, summed in zip(bucket, sums, strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
         if self.ranks == 1:
             return [float(number) for number in numbers]
-        packed = torch.tensor(numbers, dtype=reduce_dtype(self.device), device=self.device)
-        dist.all_reduce(packed, op=operation)
-        return [float(number) for number in packed.tolist()]
+        reduced = torch.tensor(numbers, dtype=reduce_dtype(self.device), device=self.device)
+        dist.all_reduce(reduced, op=operation)
+        return [float(number) for number in reduced.tolist()]
+
+
+@dataclass(frozen=True)
+class _RankFailure:
+    rank: int
+    message: str
+    out_of_memory: bool
+
+
+def _raise_together(failures: Sequence[_RankFailure], error: Exception | None, ranks: int) -> NoReturn:
+    """The first error that is not about memory, else the first out-of-memory error."""
+    for failure in failures:
+        if not failure.out_of_memory:
+            raise UserError(failure.message) from error
+    first = failures[0]
+    raise OutOfMemoryError(f"{first.message} (rank {first.rank} of {ranks})" if ranks > 1 else first.message) from None
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
@@ -131,15 +152,15 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _buckets(gradients: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Runs of gradients of one dtype with at most PACK numbers; a larger one is alone."""
-    packs: list[list[Tensor]] = []
+    """Gradients of one dtype with at most BUCKET_NUMEL elements together; a larger one is alone."""
+    buckets: list[list[Tensor]] = []
     for gradient in sorted(gradients, key=lambda gradient: str(gradient.dtype)):
-        last = packs[-1] if packs else []
+        last = buckets[-1] if buckets else []
         if last and last[0].dtype == gradient.dtype and _numel(last) + gradient.numel() <= BUCKET_NUMEL:
             last.append(gradient)
         else:
-            packs.append([gradient])
-    return packs
+            buckets.append([gradient])
+    return buckets
 
 
 def _numel(tensors: Sequence[Tensor]) -> int:
@@ -147,7 +168,7 @@ def _numel(tensors: Sequence[Tensor]) -> int:
 
 
 def _release_frames(error: BaseException) -> None:
-    """Let go of what the failed calls held: their frames keep every tensor that they had a name for."""
+    """Free the tensors of the failed calls: a traceback keeps the local variables of its frames alive."""
     cause: BaseException | None = error
     while cause is not None:
         traceback.clear_frames(cause.__traceback__)
@@ -156,31 +177,31 @@ def _release_frames(error: BaseException) -> None:
 
 
 def _error_message(error: Exception, what: str) -> str:
-    """An error of the user's own code in a sentence: what was called, what it raised, and where."""
+    """One sentence: what was called, what it raised, and in which line of the user's code."""
     if isinstance(error, UserError):
         return str(error)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "site-packages" not in frame.filename and "groupwise" not in frame.filename]
-    place = f" ({(own or frames)[-1].filename}:{(own or frames)[-1].lineno})" if frames else ""
-    return f"{what} raised {type(error).__name__}: {error}{place}."
+    line = f" ({(own or frames)[-1].filename}:{(own or frames)[-1].lineno})" if frames else ""
+    return f"{what} raised {type(error).__name__}: {error}{line}."
 
 
 def connect() -> Comm:
-    """Join the ranks that `accelerate launch` or `torchrun` started; alone when neither did."""
+    """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did."""
     state = PartialState(cpu=not torch.accelerator.is_available())
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != launched:
         raise UserError(
-            f"{launched} processes were launched, but this one finds {state.num_processes} in its group: each would train"
-            " alone. Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
+            f"WORLD_SIZE is {launched}, but the process group has {state.num_processes}: each process would train alone."
+            " Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
         )
     return Comm(state.process_index, state.num_processes, state.device, state)
 
 
 def disconnect() -> None:
-    """Leave the ranks, all together: a process that ends while others still talk to it may abort.
+    """Leave the process group, all ranks together: one that exits while others still communicate may abort.
 
-    Only after success. When a rank has failed, the others may be waiting elsewhere, and their launcher ends them.
+    Only after success. When a rank has failed, the others may be waiting elsewhere, and the launcher ends them.
     """
     if dist.is_initialized():
         dist.barrier()
@@ -188,10 +209,10 @@ def disconnect() -> None:
 
 
 def exit_now() -> NoReturn:
-    """End this process in success: with all that was registered for its end, but without taking the interpreter down.
+    """Exit with code 0: exit functions run and output is flushed, but the interpreter is not shut down.
 
-    A thread of gloo's that outlives the interpreter can abort the process (pytorch issues 179291 and 190489), and the
-    launcher takes a run that is done for one that has failed.
+    A gloo thread that outlives the interpreter can abort the process (pytorch issues 179291 and 190489), and the
+    launcher would then report a finished run as failed.
     """
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""How a process uses its machine: how many threads, and what becomes of memory that it has freed."""
+"""Settings of this process: CPU threads, and glibc's malloc."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import platform
 
 import torch
 
-_TRIM, _MMAP = -1, -3
-"""Names of glibc's mallopt: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD."""
-_LARGEST_BYTES = 32 * 2**20
-"""The most that glibc takes for M_MMAP_THRESHOLD: larger tensors always come from the system, and go back to it."""
-_KEPT_BYTES = 2 * _LARGEST_BYTES
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of glibc's mallopt."""
+_MMAP_BYTES = 32 * 2**20
+"""The largest value that glibc takes for M_MMAP_THRESHOLD: larger tensors are always mapped and unmapped."""
+_KEPT_BYTES = 2 * _MMAP_BYTES
 
 
 def configure_process(threads: int) -> None:
-    """Take so many threads, and keep freed memory: how training, profiling and measuring run."""
+    """Set CPU threads and keep freed heap memory, as training, profiling and measuring all do."""
     torch.set_num_threads(threads)
     keep_heap_memory()
 
 
 def keep_heap_memory() -> None:
-    """Keep up to 64 MiB at the top of the heap for the next tensors.
+    """Keep up to 64 MiB of freed heap for the next tensors.
 
-    Left to itself glibc gives memory back to the system and asks for it again at every large tensor, page by page.
+    By default glibc returns memory to the system and faults it in again, page by page, for every large tensor.
     """
     if platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(_TRIM, _KEPT_BYTES)
-        libc.mallopt(_MMAP, _LARGEST_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)

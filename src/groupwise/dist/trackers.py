@@ -13,14 +13,14 @@ from groupwise.core.errors import UserError
 
 
 class Trackers:
-    """Sends metrics to the trackers that the user asked for; to none by default."""
+    """Sends metrics to the trackers that the user named; to none by default."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]):
         self._accelerator: Accelerator | None = None
         if names:
             self._accelerator = Accelerator(log_with=list(names), project_dir=folder)
-            named = {name: {"name": folder.name} for name in names if name != "tensorboard"}
-            self._accelerator.init_trackers("groupwise", config=_flatten(config), init_kwargs=named)
+            init_kwargs = {name: {"name": folder.name} for name in names if name != "tensorboard"}
+            self._accelerator.init_trackers("groupwise", config=_flatten(config), init_kwargs=init_kwargs)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if self._accelerator:
@@ -32,7 +32,7 @@ class Trackers:
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Refuse a tracker that is not there, before anything is written."""
+    """Refuse a tracker that is not installed, before anything is written."""
     for name in names:
         if find_spec(name) is None:
             raise UserError(
@@ -42,7 +42,7 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Nested settings as one level of plain values, which is all that trackers take."""
+    """Nested settings as one level of plain values, the only form trackers accept."""
     flat: dict[str, str | int | float | bool] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):

@@ -1,1 +1,1 @@
-"""Clocks, latency records, estimator."""
+"""Clocks, latency records and the latency estimator."""

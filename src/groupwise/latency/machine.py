@@ -1,4 +1,4 @@
-"""Which machine a latency belongs to."""
+"""Which machine a latency was measured on."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ class Machine:
     cpu: str
     cores: int
     threads: int
-    """That torch uses."""
+    """CPU threads that torch uses."""
     torch: str
+    """Version of torch."""
     device: str
 
     def differences(self, other: Machine) -> dict[str, str]:
-        """By name, what is not the same: 'threads': '1, not 2'."""
-        mine, others = asdict(self), asdict(other)
-        return {name: f"{mine[name]}, not {others[name]}" for name in mine if mine[name] != others[name]}
+        """The fields that differ, such as 'threads': '1, not 2'."""
+        values, other_values = asdict(self), asdict(other)
+        return {
+            name: f"{values[name]}, not {other_values[name]}" for name in values if values[name] != other_values[name]
+        }
 
 
 def current_machine() -> Machine:
@@ -32,10 +35,10 @@ def current_machine() -> Machine:
 
 
 def _cpu() -> str:
-    listed = Path("/proc/cpuinfo")
-    lines = listed.read_text().splitlines() if listed.exists() else []
-    named = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _device() -> str:

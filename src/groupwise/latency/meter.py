@@ -1,17 +1,14 @@
-"""One answer's time by stage, read off by hooks on the model that gives it.
+"""LatencyMeter: latency of one answer by stage, measured by hooks on a transformers model; StageTimer of a step.
 
-Every millisecond belongs to exactly one stage, and hooks are where it changes hands:
+Every millisecond belongs to exactly one stage:
 
 - *vision* is the time inside the vision tower and the projector;
-- *prefill* is all else from the start to the first token's scores: embedding, block 0 and its followers, norm, head,
-  and what the caller does around them;
-- *decode* is the rest. Each later call of the head ends one step, so n tokens take n - 1. With no later call there is
-  no decode: what follows the first scores is prefill then.
+- *prefill* is all other time from the start to the logits of the first token, the caller's own work included;
+- *decode* is the rest. Each later call of the head ends one step, so n tokens take n - 1 steps. Without a later call
+  there is no decode, and the time after the first logits counts as prefill.
 
-So the stages cover the whole, and a block that is not called costs nothing. The device is waited for only where time
-changes hands, never from block to block. It does not matter who calls the parts: `forward`, `generate` or the executor.
-The parts of a transformers model that a clock can be hung on.
-Where a step's time goes.
+The stages add up to the total, and a skipped block costs nothing. The device is synchronized only where the stage
+changes, never between blocks. Any caller is measured alike: `forward`, `generate` or the executor.
 """
 
 from __future__ import annotations
@@ -25,48 +22,44 @@ from typing import Any
 import torch
 from torch import nn
 
-from groupwise.core.errors import UserError, require
-from groupwise.latency.records import DECODE, PREFILL, STAGES, VISION, LatencySummary, Timing, summarize
+from groupwise.core.errors import UserError
+from groupwise.latency.records import DECODE, PREFILL, STAGES, VISION, Timing
 
 _OTHER_MODALITIES = ("audio", "speech")
 
 
 @dataclass(frozen=True)
 class ModelParts:
-    """What an answer passes through, in order. For a model of one's own, fill it in by hand."""
+    """The modules that an answer passes through, in order. Fill it in by hand for a model of your own."""
 
     vision: Mapping[str, nn.Module]
-    """Tower and projector, none inside another; empty for a model of text alone."""
+    """Vision tower and projector, none inside another; empty for a text model."""
     embedding: nn.Module
     blocks: tuple[nn.Module, ...]
     norm: nn.Module
     head: nn.Module
-    """Its first call gives the first token's scores; every later one ends a decode step."""
+    """Its first call gives the logits of the first token; every later call ends a decode step."""
 
-    def named(self) -> Iterator[tuple[str, nn.Module]]:
-        yield from self.vision.items()
-        yield "embedding", self.embedding
-        yield from ((f"block {nth}", block) for nth, block in enumerate(self.blocks))
-        yield "norm", self.norm
-        yield "head", self.head
+    def modules(self) -> Iterator[nn.Module]:
+        yield from (*self.vision.values(), self.embedding, *self.blocks, self.norm, self.head)
 
 
 def find_model_parts(model: Any) -> ModelParts:
-    """The parts of any transformers model that writes text, with or without eyes; any other is refused by name."""
+    """The parts of any transformers model that generates text, with or without vision; any other is refused."""
     text = model.get_decoder() if hasattr(model, "get_decoder") else nn.Module()
-    found = _text_parts(model, text)
-    missing = [name for name in ("embedding", "blocks", "norm", "head") if not found.get(name)]
+    text_parts = _text_parts(model, text)
+    missing = [name for name in ("embedding", "blocks", "norm", "head") if not text_parts.get(name)]
     if missing:
         raise UserError(
-            f"{type(model).__name__} cannot be metered as it is: no {' or '.join(missing)} found in it. Take a model"
-            " that writes text, such as LlamaForCausalLM or LlavaForConditionalGeneration, or name its parts yourself"
-            " with groupwise.meter.parts.Parts."
+            f"The latency of {type(model).__name__} cannot be measured: it has no {' or '.join(missing)} that could be"
+            " found. Take a model that generates text, such as LlamaForCausalLM or LlavaForConditionalGeneration, or"
+            " name its modules yourself with groupwise.latency.meter.ModelParts."
         )
-    return ModelParts(vision=_vision_parts(model, text), **found)
+    return ModelParts(vision=_vision_parts(model, text), **text_parts)
 
 
 def _text_parts(model: Any, text: nn.Module) -> dict[str, Any]:
-    """Blocks are the longest list of modules right below the text model; embedding and norm stand beside it."""
+    """Blocks are the longest ModuleList right below the text model; embedding and norm are its siblings."""
     embeddings = [child for child in text.children() if isinstance(child, nn.Embedding)]
     lists = [list(child) for child in text.children() if isinstance(child, nn.ModuleList)]
     blocks: list[nn.Module] = max(lists, key=len, default=[])
@@ -80,29 +73,22 @@ def _text_parts(model: Any, text: nn.Module) -> dict[str, Any]:
 
 
 def _vision_parts(model: Any, text: nn.Module) -> dict[str, nn.Module]:
-    """What stands beside the text model in a model that has been configured with vision."""
+    """The siblings of the text model, where the model's config has vision."""
     if getattr(model.config, "vision_config", None) is None:
         return {}
-    whole = next(module for module in model.modules() if any(child is text for child in module.children()))
+    parent = next(module for module in model.modules() if any(child is text for child in module.children()))
     return {
         name: child
-        for name, child in whole.named_children()
+        for name, child in parent.named_children()
         if child is not text
         and child is not model.get_output_embeddings()
         and not isinstance(child, nn.Embedding)
-        and not any(sense in name for sense in _OTHER_MODALITIES)
+        and not any(modality in name for modality in _OTHER_MODALITIES)
     }
 
 
-__all__ = ["LatencyMeter", "ModelParts", "Timing", "find_model_parts"]
-
-
 class LatencyMeter:
-    """Times what is done with a model, one answer at a time. Between two calls the model carries no hooks.
-
-    `detail` also times every part by itself, blocks one by one. It waits for the device at each of them, so its totals
-    are not to be compared with those of a meter without it.
-    """
+    """Measures calls of a model, one answer at a time. The model has hooks only during a measurement."""
 
     def __init__(
         self,
@@ -110,23 +96,15 @@ class LatencyMeter:
         device: torch.device | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        detail: bool = False,
     ):
-        self.parts, self._clock, self._detail = parts, clock, detail
+        self.parts, self._clock = parts, clock
         self._devices = _accelerators(parts) if device is None else {device} - {torch.device("cpu")}
 
-    def time(self, act: Callable[[], object]) -> Timing:
-        """Do it once, and tell where the time went."""
-        with self._watched() as watch:
-            act()
-            return watch.finish()
-
-    def repeat(self, act: Callable[[], object], *, warm_up: int = 3, runs: int = 20) -> LatencySummary:
-        """Do it often, and summarize all but the warm-up."""
-        require(runs >= 1, "runs", runs, "1 or more")
-        require(warm_up >= 0, "warm_up", warm_up, "0 or more")
-        timings = [self.time(act) for _ in range(warm_up + runs)]
-        return summarize(timings[warm_up:])
+    def time(self, answer: Callable[[], object]) -> Timing:
+        """Call `answer` once and measure it by stage."""
+        with self._hooked() as stage_clock:
+            answer()
+            return stage_clock.finish()
 
     def _now_ms(self) -> float:
         for device in self._devices:
@@ -134,94 +112,74 @@ class LatencyMeter:
         return self._clock() * 1000
 
     @contextmanager
-    def _watched(self) -> Iterator[_StageClock]:
-        """Hooks on, and off again whatever happens."""
-        watch = _StageClock(self._now_ms)
+    def _hooked(self) -> Iterator[_StageClock]:
+        """Hooks are removed again, after an error too."""
+        stage_clock = _StageClock(self._now_ms)
         with ExitStack() as hooks:
-            if self._detail:
-                for name, module in self.parts.named():
-                    _hook(hooks, module, before=watch.entering(name), after=watch.leaving(name))
             for module in self.parts.vision.values():
-                _hook(hooks, module, before=watch.vision_begins, after=watch.vision_ends)
-            _hook(hooks, self.parts.head, after=watch.scores_are_there)
-            watch.begin()
-            yield watch
+                start = module.register_forward_pre_hook(lambda *_: stage_clock.on_vision_start())
+                end = module.register_forward_hook(lambda *_: stage_clock.on_vision_end())
+                hooks.callback(start.remove)
+                hooks.callback(end.remove)
+            logits = self.parts.head.register_forward_hook(lambda *_: stage_clock.on_logits())
+            hooks.callback(logits.remove)
+            stage_clock.start()
+            yield stage_clock
 
 
 class _StageClock:
-    """Hands the time since the last event to a stage."""
+    """Attributes the time since the last event to a stage."""
 
     def __init__(self, now_ms: Callable[[], float]):
         self._now_ms = now_ms
         self._stages_ms = dict.fromkeys(STAGES, 0.0)
-        self._scores_at: list[float] = []
-        self._parts_ms: dict[str, float] = {}
-        self._entered: dict[str, float] = {}
+        self._logits_at_ms: list[float] = []
 
-    def begin(self) -> None:
-        self._begun = self._last = self._now_ms()
+    def start(self) -> None:
+        self._start_ms = self._last_ms = self._now_ms()
 
-    def vision_begins(self) -> None:
-        self._hand_to(self._text_stage)
+    def on_vision_start(self) -> None:
+        self._attribute_to(self._text_stage)
 
-    def vision_ends(self) -> None:
-        self._hand_to(VISION)
+    def on_vision_end(self) -> None:
+        self._attribute_to(VISION)
 
-    def scores_are_there(self) -> None:
-        self._hand_to(self._text_stage)
-        self._scores_at.append(self._last)
+    def on_logits(self) -> None:
+        self._attribute_to(self._text_stage)
+        self._logits_at_ms.append(self._last_ms)
 
     def finish(self) -> Timing:
-        self._hand_to(DECODE if len(self._scores_at) > 1 else PREFILL)
-        steps = tuple(after - before for before, after in zip(self._scores_at, self._scores_at[1:], strict=False))
-        return Timing(self._stages_ms, self._last - self._begun, steps, self._parts_ms)
-
-    def entering(self, name: str) -> Callable[[], None]:
-        def note() -> None:
-            self._entered[name] = self._now_ms()
-
-        return note
-
-    def leaving(self, name: str) -> Callable[[], None]:
-        def note() -> None:
-            self._parts_ms[name] = self._parts_ms.get(name, 0.0) + self._now_ms() - self._entered[name]
-
-        return note
+        self._attribute_to(DECODE if len(self._logits_at_ms) > 1 else PREFILL)
+        decode_steps_ms = tuple(
+            after - before for before, after in zip(self._logits_at_ms, self._logits_at_ms[1:], strict=False)
+        )
+        return Timing(self._stages_ms, self._last_ms - self._start_ms, decode_steps_ms)
 
     @property
     def _text_stage(self) -> str:
-        return DECODE if self._scores_at else PREFILL
+        return DECODE if self._logits_at_ms else PREFILL
 
-    def _hand_to(self, stage: str) -> None:
-        now = self._now_ms()
-        self._stages_ms[stage] += now - self._last
-        self._last = now
-
-
-def _hook(
-    hooks: ExitStack, module: nn.Module, *, before: Callable[[], None] | None = None, after: Callable[[], None]
-) -> None:
-    if before is not None:
-        noted = before
-        hooks.callback(module.register_forward_pre_hook(lambda *_: noted()).remove)
-    hooks.callback(module.register_forward_hook(lambda *_: after()).remove)
+    def _attribute_to(self, stage: str) -> None:
+        now_ms = self._now_ms()
+        self._stages_ms[stage] += now_ms - self._last_ms
+        self._last_ms = now_ms
 
 
 def _accelerators(parts: ModelParts) -> set[torch.device]:
-    """The devices whose work must be waited for; the CPU's is done when a call returns."""
-    devices = {weight.device for _, module in parts.named() for weight in module.parameters()}
+    """The devices to synchronize; the CPU's work is done when a call returns."""
+    devices = {weight.device for module in parts.modules() for weight in module.parameters()}
     return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
 class StageTimer:
-    """Seconds per named stage, measured with the device's work finished."""
+    """Seconds per stage of a training step, with the device synchronized at the end of each stage."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        """What has passed since the last lap belongs to this stage."""
+        """Add the time since the last lap to this stage."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         now = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Runnable experiments by name. A recipe is a function without arguments that returns a full config."""
+"""Built-in recipes by name. A recipe is a function without arguments that returns a full Config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RECIPES: dict[str, str] = {
     "flow-recam": "groupwise.recipes.flow_recam:recipe",
     "flow-sd3": "groupwise.recipes.flow_sd3:recipe",
 }
-"""Built-in recipes: name to `module:function`."""
+"""Built-in recipes: name to `module:function`. Strings, so that a recipe is imported only when it is used."""
 
 RECIPE_NAMING_HELP = (
     "A recipe is a built-in name, a file of yours such as examples/doors.py (its function `recipe`, or another one as"
@@ -28,7 +28,7 @@ RECIPE_NAMING_HELP = (
 
 
 def load_recipe(name: str) -> Config:
-    """The config of a recipe, marked with the name it came from."""
+    """The config of a recipe, with the recipe's name and, unless it sets one, a run folder of that name."""
     spec = RECIPES.get(name, name)
     file, _, function_name = spec.partition(":")
     is_file = file.endswith(".py")
@@ -44,6 +44,7 @@ def load_recipe(name: str) -> Config:
         config = function()
     if not isinstance(config, Config):
         raise UserError(f"Recipe '{name}' returned {type(config).__name__}: it must return a groupwise.Config.")
+    run_dir = config.run.run_dir or Path("runs") / Path(name.partition(":")[0].removesuffix(".py")).name
     if is_file:  # an absolute path, so that the run can be continued from any folder
         name = ":".join([str(Path(file).resolve()), *filter(None, [function_name])])
-    return dataclasses.replace(config, recipe=name)
+    return dataclasses.replace(config, recipe=name, run=dataclasses.replace(config.run, run_dir=run_dir))

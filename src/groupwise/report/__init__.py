@@ -1,1 +1,1 @@
-"""The page that shows a run: one HTML file that needs nothing else."""
+"""The HTML page that shows a run: one file, no network, no scripts."""

@@ -1,4 +1,4 @@
-"""The page: what came out, curves, memory as planned and as measured, pictures, rollouts, settings."""
+"""The HTML page: results, curves, planned and measured memory, images, rollouts, settings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from groupwise.core.units import format_bytes
 from groupwise.report.charts import Points, bar_chart, legend, line_chart
-from groupwise.report.run_data import RunData, metrics
+from groupwise.report.run_data import RunData, metric_series
 
 _MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_fraction", "grad_norm", "learning_rate")
 _UNITS = {"_s": "seconds, measured", "_share": "share", "_fraction": "share"}
-_MOST_SAMPLES = 12
+_MAX_SAMPLES = 12
 _STYLE = """
 :root{color-scheme:light dark;--ink:#222;--soft:#777;--line:#ddd;--card:#fff;--page:#f6f6f4}
 @media(prefers-color-scheme:dark){:root{--ink:#e8e8e8;--soft:#999;--line:#444;--card:#242424;--page:#181818}}
@@ -40,12 +40,12 @@ def render(runs: Sequence[RunData]) -> str:
     """One self-contained HTML page about one run, or about several side by side."""
     names = [run.name for run in runs]
     sections = [
-        _section("What came out", _outcome(runs)),
+        _section("Results", _results(runs)),
         _section("Curves", legend(names) if len(runs) > 1 else "", *_curves(runs)),
-        *(_section(f"Memory{_of(run, runs)}", _memory(run)) for run in runs),
-        *(_section(f"Pictures{_of(run, runs)}", _pictures(run)) for run in runs if run.pictures),
-        *(_section(f"Rollouts of the last step{_of(run, runs)}", _samples(run)) for run in runs if run.samples),
-        *(_section(f"Settings{_of(run, runs)}", _settings(run)) for run in runs),
+        *(_section(f"Memory{_run_label(run, runs)}", _memory(run)) for run in runs),
+        *(_section(f"Images{_run_label(run, runs)}", _images(run)) for run in runs if run.images),
+        *(_section(f"Rollouts of the last step{_run_label(run, runs)}", _samples(run)) for run in runs if run.samples),
+        *(_section(f"Settings{_run_label(run, runs)}", _settings(run)) for run in runs),
     ]
     title = escape(", ".join(names))
     return (
@@ -59,35 +59,33 @@ def _section(title: str, *parts: str) -> str:
     return f"<h2>{escape(title)}</h2>{''.join(parts)}"
 
 
-def _of(run: RunData, runs: Sequence[RunData]) -> str:
+def _run_label(run: RunData, runs: Sequence[RunData]) -> str:
     return f": {run.name}" if len(runs) > 1 else ""
 
 
-def _outcome(runs: Sequence[RunData]) -> str:
+def _results(runs: Sequence[RunData]) -> str:
     rows = []
     for run in runs:
         seconds = sum(entry.get(f"{stage}_s", 0.0) for entry in run.steps for stage in ("rollout", "reward", "update"))
         rows.append([run.name, "steps", "", str(len(run.steps))])
         rows.append([run.name, "time of the steps, measured", "", f"{seconds:.0f} s"])
-        moments = {moment: found for moment, found in run.evaluation.items() if isinstance(found, dict)}
-        before, after = moments.get("before", {}), moments.get("after", {})
+        before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
         for name in dict.fromkeys([*before, *after]):
             rows.append([run.name, name, _number(before.get(name)), _number(after.get(name))])
-        if "gap_closed" in run.evaluation:
-            rows.append([run.name, "gap to the kind oracle closed", "", _number(run.evaluation["gap_closed"])])
     skipped = 0 if len(runs) > 1 else 1
-    return _table(["run", "figure", "before", "after"][skipped:], [row[skipped:] for row in rows])
+    return _table(["run", "metric", "before", "after"][skipped:], [row[skipped:] for row in rows])
 
 
 def _curves(runs: Sequence[RunData]) -> list[str]:
-    lines = {run.name: metrics(run) for run in runs}
-    names = list(dict.fromkeys(name for found in lines.values() for name in found if not name.startswith("memory,")))
+    by_run = {run.name: metric_series(run) for run in runs}
+    names = list(dict.fromkeys(name for series in by_run.values() for name in series))
+    names = [name for name in names if not name.startswith("memory,")]
     first = [name for name in names if name in _MAIN or (name.startswith("reward/") and name.count("/") == 1)]
     rest = [name for name in names if name not in first]
 
     def card(name: str) -> str:
-        series = {run: found[name] for run, found in lines.items() if name in found}
-        return _card(name, next((unit for end, unit in _UNITS.items() if name.endswith(end)), ""), line_chart(series))
+        lines = {run: series[name] for run, series in by_run.items() if name in series}
+        return _card(name, next((unit for end, unit in _UNITS.items() if name.endswith(end)), ""), line_chart(lines))
 
     more = f"<details><summary>{len(rest)} more</summary>{_cards(rest, card)}</details>" if rest else ""
     return [_cards(first, card), more]
@@ -95,44 +93,44 @@ def _curves(runs: Sequence[RunData]) -> list[str]:
 
 def _memory(run: RunData) -> str:
     lines: dict[str, Points] = {
-        name.removeprefix("memory, "): points for name, points in metrics(run).items() if name.startswith("memory,")
+        name.removeprefix("memory, "): points
+        for name, points in metric_series(run).items()
+        if name.startswith("memory,")
     }
     parts = []
     if lines:
         named = {f"{name}, {'planned' if name == 'predicted' else 'measured'}": line for name, line in lines.items()}
-        told = _card("Peak memory of the fullest rank", "GiB", line_chart(named) + legend(list(named)))
-        parts.append(f'<div class="cards">{told}</div>')
+        card = _card("Highest peak memory of any rank", "GiB", line_chart(named) + legend(list(named)))
+        parts.append(f'<div class="cards">{card}</div>')
     last = run.steps[-1].get("memory_bytes", {})
     if "prediction_error" in last:
         parts.append(
-            f"<p>In the last step {format_bytes(int(last['peak']))} were measured and"
-            f" {format_bytes(int(last['predicted']))} planned: an error of {last['prediction_error']:+.1%}."
-            f" The device was {last['utilization']:.1%} full.</p>"
+            f"<p>Last step: {format_bytes(int(last['peak']))} measured, {format_bytes(int(last['predicted']))} planned"
+            f" (error {last['prediction_error']:+.1%}), {last['utilization']:.1%} of the device.</p>"
         )
     if run.plan:
         bars = {
-            f"{setting}, {stage}": {name: size / 2**30 for name, size in found["parts"][stage].items()}
-            for setting, found in run.plan["settings"].items()
+            f"{setting}, {stage}": {name: size / 2**30 for name, size in planned["parts"][stage].items()}
+            for setting, planned in run.plan["settings"].items()
             for stage in ("rollout", "update")
         }
-        drawn = bar_chart(bars, run.plan["device_bytes"] / 2**30, "device", "GiB")
-        parts.append(_card("The plan, by part", "GiB on each rank, estimated before the run", drawn))
-    return "".join(parts) or "<p>Nothing was planned or measured.</p>"
+        chart = bar_chart(bars, run.plan["device_bytes"] / 2**30, "device", "GiB")
+        parts.append(_card("Memory plan by part", "GiB on each rank, estimated before the run", chart))
+    return "".join(parts) or "<p>No memory data.</p>"
 
 
-def _pictures(run: RunData) -> str:
-    def card(name: str) -> str:
-        path = next(path for path in run.pictures if path.name == name)
-        data = base64.b64encode(path.read_bytes()).decode()
-        kind = path.suffix.removeprefix(".")
-        return _card(name, "", f'<img alt="{escape(name)}" src="data:image/{kind};base64,{data}">')
-
-    return "".join(card(path.name) for path in run.pictures)
+def _images(run: RunData) -> str:
+    cards = []
+    for path in run.images:
+        data, image_type = base64.b64encode(path.read_bytes()).decode(), path.suffix.removeprefix(".")
+        image = f'<img alt="{escape(path.name)}" src="data:image/{image_type};base64,{data}">'
+        cards.append(_card(path.name, "", image))
+    return "".join(cards)
 
 
 def _samples(run: RunData) -> str:
     last = run.samples[-1]["step"]
-    shown = [sample for sample in run.samples if sample["step"] == last][:_MOST_SAMPLES]
+    shown = [sample for sample in run.samples if sample["step"] == last][:_MAX_SAMPLES]
     columns = list(dict.fromkeys(name for sample in shown for name in sample if name != "step"))
     return f'<div class="card">{_table(columns, [[_cell(s.get(name)) for name in columns] for s in shown])}</div>'
 

@@ -1,4 +1,4 @@
-"""What a run folder holds, read for showing. A run that is still going is read as far as it has come."""
+"""A run folder, read for the report. A run in progress is read up to its last complete step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.files import read_jsonl
 from groupwise.training.run_folder import RunFolder
 
-_PICTURES = ("*.png", "*.gif")
+_IMAGES = ("*.png", "*.gif")
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RunData:
     samples: Sequence[Mapping[str, Any]]
     evaluation: Mapping[str, Any]
     plan: Mapping[str, Any]
-    pictures: Sequence[Path]
+    images: Sequence[Path]
 
 
 def read_run(path: Path) -> RunData:
@@ -33,7 +33,7 @@ def read_run(path: Path) -> RunData:
     steps = folder.metrics()
     if not steps:
         raise UserError(
-            f"{path} holds no run with a finished step (no metrics.jsonl with a line in it). Name the folder of a run,"
+            f"{path} holds no run with a finished step: metrics.jsonl is missing or empty. Name the folder of a run,"
             " such as runs/chat."
         )
     return RunData(
@@ -43,21 +43,21 @@ def read_run(path: Path) -> RunData:
         samples=read_jsonl(path / "samples.jsonl"),
         evaluation=folder.read("eval.json"),
         plan=folder.read("plan.json"),
-        pictures=sorted((found for pattern in _PICTURES for found in path.glob(pattern)), key=_age),
+        images=sorted((image for pattern in _IMAGES for image in path.glob(pattern)), key=_modified),
     )
 
 
-def _age(picture: Path) -> tuple[int, str]:
-    return picture.stat().st_mtime_ns, picture.name
+def _modified(image: Path) -> tuple[int, str]:
+    return image.stat().st_mtime_ns, image.name
 
 
-def metrics(run: RunData) -> dict[str, list[tuple[float, float]]]:
-    """Every number of metrics.jsonl over the steps, memory in GiB; where a step has none, the line goes on."""
-    found: dict[str, list[tuple[float, float]]] = {}
+def metric_series(run: RunData) -> dict[str, list[tuple[float, float]]]:
+    """(step, value) of every metric in metrics.jsonl, memory in GiB. Steps without a value are left out."""
+    series: dict[str, list[tuple[float, float]]] = {}
     for entry in run.steps:
         memory = entry.get("memory_bytes", {})
         gib = {f"memory, {name}": memory[name] / 2**30 for name in ("peak", "predicted", "host") if name in memory}
         for name, value in {**entry, **gib}.items():
             if name != "step" and isinstance(value, int | float):
-                found.setdefault(name, []).append((entry["step"] + 1, float(value)))
-    return found
+                series.setdefault(name, []).append((entry["step"] + 1, float(value)))
+    return series

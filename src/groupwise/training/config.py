@@ -55,7 +55,7 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class RunConfig:
     run_dir: Path | None = None
-    """Folder of this run: config, metrics, samples, checkpoints. None takes runs/ and the recipe's name."""
+    """Folder of this run: config, metrics, samples, checkpoints. A recipe has runs/ and its name."""
     resume: bool = False
     """Continue from the newest valid checkpoint in run_dir; start at step 0 where there is none yet."""
     checkpoint_every: int = 50

@@ -89,11 +89,12 @@ def check(config: Config) -> tuple[list[Check], bool]:
 
 
 def run_dir(config: Config) -> Path:
-    """Where the run lives: as the user said, or runs/ and the recipe's name."""
-    if config.run.run_dir is not None:
-        return Path(config.run.run_dir)
-    name = config.recipe.split(":")[0].removesuffix(".py").replace("\\", "/").rsplit("/", 1)[-1]
-    return Path("runs") / (name or type(config.workload).__name__)
+    if config.run.run_dir is None:
+        raise UserError(
+            "run.run_dir is None: a run from Python must name its folder. Set it with gw.RunConfig(run_dir=...); a"
+            " recipe has runs/ and its name."
+        )
+    return Path(config.run.run_dir)
 
 
 def _resume(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> None:

@@ -140,6 +140,7 @@ class ReportTable:
     columns: Sequence[str]
     """The first is aligned left, the others right."""
     rows: Sequence[Sequence[str]]
+    """An empty row separates sections."""
     note: str = ""
 
 

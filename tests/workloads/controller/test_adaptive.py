@@ -103,7 +103,7 @@ def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, liv
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
         decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy_option)
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
-        assert reply.fits == (reply.expected.high_ms <= budget_ms) or respect == "penalty"
+        assert reply.fits == (reply.expected.upper_ms <= budget_ms) or respect == "penalty"
         assert reply.fits or respect == "penalty"
         assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
         (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
@@ -214,14 +214,15 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
     )
     with pytest.raises(UserError, match=r"estimator.json was fitted for cpu another, not"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere")
-    gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", estimator_anyway=True)
+    gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", allow_estimator_mismatch=True)
 
 
 def test_recalibrated_it_knows_the_pace_of_now(folder, adaptive):
     """Its estimator comes from a machine that is hundreds of times slower."""
     loaded, fitted = adaptive.loaded, priced(adaptive.loaded.model)
     slow = replace(
-        fitted, prices={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.prices.items()}
+        fitted,
+        coefficients={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.coefficients.items()},
     )
     estimator = KnobLatencyEstimator(slow, loaded.options, new_tokens=3)
     own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)

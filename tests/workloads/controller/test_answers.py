@@ -15,9 +15,9 @@ KNOBS = Knobs("low", 1, 4, 12)
 WRITER = """
 import sys
 from pathlib import Path
-from groupwise.workloads.controller.answers import Answers
-from groupwise.workloads.controller.knobs import Knobs
-answers = Answers("m", Path(sys.argv[1]))
+from groupwise.workloads.controller.model.answer_cache import AnswerCache
+from groupwise.workloads.controller.model.knobs import Knobs
+answers = AnswerCache("m", Path(sys.argv[1]))
 number, last = int(sys.argv[2]), int(sys.argv[3])
 while number < last:
     batch = range(number, number + 10)

@@ -16,7 +16,7 @@ PROCESS = """
 import sys, time
 from pathlib import Path
 from workloads.controller.test_own_estimator import estimator
-from groupwise.workloads.controller.own_estimator import own_estimator
+from groupwise.workloads.controller.latency.source import cached_estimator
 
 def make():
     with open(Path(sys.argv[1]) / "made", "a") as file:
@@ -24,7 +24,7 @@ def make():
     time.sleep(0.5)
     return estimator()
 
-print(own_estimator("tiny", make, model="tiny", folder=Path(sys.argv[1])).prices)
+print(cached_estimator("tiny", make, model="tiny", folder=Path(sys.argv[1])).coefficients)
 """
 
 
@@ -51,7 +51,7 @@ def test_it_is_made_once_and_found_again(tmp_path):
 
     first, again = own("tiny", make, tmp_path), own("tiny", make, tmp_path)
     assert made == [1]
-    assert first.prices == again.prices
+    assert first.coefficients == again.coefficients
     assert np.array_equal(first.ratios, again.ratios)
     own("tiny", make, tmp_path / "elsewhere")
     own("tiny, longer answers", make, tmp_path)

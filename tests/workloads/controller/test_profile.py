@@ -99,7 +99,7 @@ def test_more_of_any_knob_is_never_estimated_to_take_less(estimator, data):
         "blocks": OPTIONS.block_totals,
     }.items():
         rows = asked.rows(LENGTHS, [Knobs(**vars(knobs) | {name: option}) for option in options])
-        for times in (rows.total_ms, rows.high_ms):
+        for times in (rows.total_ms, rows.upper_ms):
             assert all(less <= more for less, more in itertools.pairwise(times))
 
 
@@ -118,7 +118,7 @@ def test_a_profile_by_the_clock():
     assert pairs[0] != pairs[1]
     expected = KnobLatencyEstimator(LatencyEstimator.fit(seen, model="tiny"), OPTIONS, new_tokens=3).rows(LENGTHS)
     assert len(expected) == len(KNOBS)
-    assert (expected.high_ms > expected.total_ms).all()
+    assert (expected.upper_ms > expected.total_ms).all()
     assert (expected.total_ms > 0).all()
 
 
@@ -158,4 +158,4 @@ def test_bad_input_is_refused(estimator, tmp_path):
         profile(EXECUTOR, SAMPLES, seconds=0)
     with pytest.raises(UserError, match="top_k is 9: this model offers 1, 2, 3, 4"):
         KnobLatencyEstimator(estimator, OPTIONS).rows(LENGTHS, [Knobs("low", 1, 9, 8)])
-    assert np.isfinite(KnobLatencyEstimator(estimator, OPTIONS).rows(LENGTHS).high_ms).all()
+    assert np.isfinite(KnobLatencyEstimator(estimator, OPTIONS).rows(LENGTHS).upper_ms).all()

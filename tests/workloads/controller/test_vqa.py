@@ -197,7 +197,7 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
     strange = config(model, data, estimator=str(tmp_path / "elsewhere.json"))
     with pytest.raises(UserError, match=r"elsewhere.json was fitted for cpu another, not"):
         strange.task(CPU)
-    told = replace(strange, estimator_anyway=True).task(CPU).notes
+    told = replace(strange, allow_estimator_mismatch=True).task(CPU).notes
     assert any("fitted for cpu another" in note for note in told)
     with pytest.raises(UserError, match=r"workload.estimator is empty.* 'counted' for times in proportion"):
         load_estimator("", loaded, new_tokens=1)

@@ -78,11 +78,11 @@ def test_with_the_guarantee_nothing_drawn_is_estimated_over_budget(workload, fra
     for pick in (sample_option(chances), greedy_option):
         choices = workload.controller.decide(conditions, torch.arange(8), pick).choices
         for nth, knobs in enumerate(choices_to_knobs(OPTIONS, choices)):
-            high_ms = LinearCost().one(knobs).high_ms - (7 if span == "first_token" else 0)
+            upper_ms = LinearCost().one(knobs).upper_ms - (7 if span == "first_token" else 0)
             if conditions.impossible[nth]:
                 assert choices[nth].tolist() == [0, 0, 0, 0]
             else:
-                assert high_ms <= conditions.budget_ms[nth]
+                assert upper_ms <= conditions.budget_ms[nth]
 
 
 def test_the_penalty_offers_everything_and_prices_the_overrun():
@@ -128,9 +128,9 @@ def test_a_path_is_the_product_of_its_decisions_and_blocks_come_before_the_top_k
     paths = controller.path_logp(training, torch.arange(4))
     assert_close(decided.logp.sum(1), paths[(rows, *choices.unbind(1))], rtol=0, atol=1e-5)
     # At one tier and position few blocks go with a large top-k, or many with a small one: blocks alone are free.
-    two = torch.full_like(training.high_ms, torch.inf)
+    two = torch.full_like(training.upper_ms, torch.inf)
     two[:, 0, 0, 1, 0] = two[:, 0, 0, 0, 1] = 1e-9
-    (free,) = controller.decide(replace(training, high_ms=two), torch.tensor([0]), greedy_option).free
+    (free,) = controller.decide(replace(training, upper_ms=two), torch.tensor([0]), greedy_option).free
     assert free.tolist() == [False, False, False, True]
 
 
@@ -170,7 +170,7 @@ def test_group_normalized_advantages_train_it_along_the_golden_curve(tmp_path):
     assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=0.02)
     (sample, *_) = read_jsonl(tmp_path / "samples.jsonl")
     assert set(sample) >= {"image", "question", "knobs", "answer", "right_answers", "budget_ms", "estimated_ms"}
-    assert sample["estimated_high_ms"] <= sample["budget_ms"]
+    assert sample["estimated_upper_ms"] <= sample["budget_ms"]
     after = json.loads((tmp_path / "eval.json").read_text())["after"]
     assert after["estimated over budget"] == 0
     assert after["accuracy, greedy"] > 0.3

@@ -29,7 +29,7 @@ class Conditions:
     table: Int64[Tensor, " questions"]
     """Questions with prompts of equal length share their estimates."""
     median_ms: Float[Tensor, "tables tiers positions top_ks blocks"]
-    high_ms: Float[Tensor, "tables tiers positions top_ks blocks"]
+    upper_ms: Float[Tensor, "tables tiers positions top_ks blocks"]
     budget_ms: Float[Tensor, " conditions"]
     budget_share: Float[Tensor, " conditions"]
     """Where the budget lies between the cheapest configuration (0) and the full one (1), by what is promised."""
@@ -49,7 +49,7 @@ class Conditions:
     def estimates(self, rows: ConditionIndices) -> tuple[Tables, Tables]:
         """Medians and high quantiles of every configuration."""
         tables = self.table[rows // len(self.config.values)]
-        return self.median_ms[tables], self.high_ms[tables]
+        return self.median_ms[tables], self.upper_ms[tables]
 
     def fits(self, rows: ConditionIndices) -> Bool[Tensor, "rows tiers positions top_ks blocks"]:
         """What may be chosen. With the penalty that is everything; where nothing fits, the cheapest alone."""
@@ -126,7 +126,7 @@ def build_conditions(
     budget_ms: Float[Tensor, "questions budgets"],
 ) -> Conditions:
     """Questions whose costs are known, each under as many budgets as the config has."""
-    medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.high_ms for each in found])
+    medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.upper_ms for each in found])
     promised = torch.stack([each.promised_ms(guaranteed=config.guaranteed) for each in found])
     ids = [
         condition_id(row * len(config.budgets) + nth, question, budget, ms)

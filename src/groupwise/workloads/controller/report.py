@@ -35,7 +35,7 @@ class ControllerReporter(Reporter):
                 "budget": str(self._workload.training.budget_of(row)),
                 "budget_ms": float(self._workload.training.budget_ms[row]),
                 "estimated_ms": medians[nth],
-                "estimated_high_ms": highs[nth],
+                "estimated_upper_ms": highs[nth],
                 "nothing_fits": bool(self._workload.training.impossible[row]),
             }
             for nth, (row, question) in enumerate(zip(rows.tolist(), questions, strict=True))

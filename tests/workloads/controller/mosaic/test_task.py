@@ -56,7 +56,7 @@ def test_counted_work_by_hand():
     pairs = options.full_top_k * (tokens * (blocks - 1) + 1)  # in the last block only the last token's
     expected = 2 * (1 + options.crops[options.full.tier]) + 3 * blocks + 0.01 * pairs
     assert full.total_ms == pytest.approx(expected)
-    assert full.high_ms == pytest.approx(1.5 * expected)
+    assert full.upper_ms == pytest.approx(1.5 * expected)
 
 
 def test_the_recipe_runs(tmp_path):

@@ -34,7 +34,7 @@ def test_one_configuration_a_budget_by_hand():
 
 def test_what_does_not_fit_every_question_is_in_no_table():
     tight = exam("aa", [[0, 1, 0, 0], [0, 1, 0, 0]], budgets=(2.5, 9.0))
-    tight.high_ms[1, 1] = 2.6
+    tight.upper_ms[1, 1] = 2.6
     assert methods.lookup(tight, TEST)[0].tolist() == [0, 1]
     assert methods.lookup(exam("a", [[0, 0, 0, 1]], budgets=(0.5, 0.6)), TEST)[0].tolist() == [0, 0]
 

@@ -187,7 +187,10 @@ def test_it_judges_at_the_pace_that_the_machine_has_now():
     fitted = priced(EXECUTOR.adapter.model)
     fast, slow = (
         replace(
-            fitted, prices={stage: {n: factor * p for n, p in part.items()} for stage, part in fitted.prices.items()}
+            fitted,
+            coefficients={
+                stage: {n: factor * p for n, p in part.items()} for stage, part in fitted.coefficients.items()
+            },
         )
         for factor in (1 / 300, 300)
     )

@@ -105,7 +105,7 @@ def _best_by_group(
 
 
 def _best(exam: EvaluationSet, inside: Bool[Tensor, " questions"], budget: int) -> int:
-    highs = exam.high_ms[inside]
+    highs = exam.upper_ms[inside]
     fits = (highs <= exam.budget_ms[inside, budget, None]).all(0)
     if not fits.any():
         return int(highs.amax(0).argmin())

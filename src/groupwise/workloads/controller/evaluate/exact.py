@@ -96,7 +96,7 @@ class EvaluationSet:
     conditions: Conditions
     accuracy: Float[Tensor, "questions configurations"]
     median_ms: Float[Tensor, "questions configurations"]
-    high_ms: Float[Tensor, "questions configurations"]
+    upper_ms: Float[Tensor, "questions configurations"]
 
     @property
     def questions(self) -> Sequence[Question]:
@@ -109,9 +109,9 @@ class EvaluationSet:
     @cached_property
     def fitting(self) -> Bool[Tensor, "questions budgets configurations"]:
         """By the estimator's high quantile, however the controller was trained; where nothing fits, the cheapest."""
-        fits = self.high_ms[:, None] <= self.budget_ms[..., None]
-        cheapest = torch.zeros_like(self.high_ms, dtype=torch.bool)
-        cheapest.scatter_(1, self.high_ms.argmin(1, keepdim=True), True)
+        fits = self.upper_ms[:, None] <= self.budget_ms[..., None]
+        cheapest = torch.zeros_like(self.upper_ms, dtype=torch.bool)
+        cheapest.scatter_(1, self.upper_ms.argmin(1, keepdim=True), True)
         return torch.where(fits.any(2, keepdim=True), fits, cheapest[:, None])
 
     def score(self, choices: Int64[Tensor, "questions budgets"]) -> Float[Tensor, "questions budgets"]:
@@ -126,5 +126,5 @@ def build_evaluation_set(workload: ControllerWorkload, questions: Sequence[Quest
     # Questions that nothing fits are counted here: training has not seen them, so it could not refuse them.
     budget = replace(workload.config.budget, on_impossible="cheapest")
     conditions = make_conditions(questions, task.estimator, options, budget)
-    medians, highs = (table[conditions.table].flatten(1) for table in (conditions.median_ms, conditions.high_ms))
+    medians, highs = (table[conditions.table].flatten(1) for table in (conditions.median_ms, conditions.upper_ms))
     return EvaluationSet(conditions, accuracy_of_configurations(workload, questions).flatten(1), medians, highs)

@@ -226,7 +226,7 @@ def _errors(answers: Sequence[TimedAnswer]) -> dict[str, Any]:
     }
     measured = np.array([answer.measured.total_ms for answer in answers])
     estimated = np.array([answer.estimated.total_ms for answer in answers])
-    high = np.array([answer.estimated.high_ms for answer in answers])
+    high = np.array([answer.estimated.upper_ms for answer in answers])
     error = (measured - estimated) / estimated
     return {
         "stages": stages,

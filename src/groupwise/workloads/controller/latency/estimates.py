@@ -39,12 +39,12 @@ class LatencyTables:
     """Milliseconds of every configuration of one question."""
 
     median_ms: KnobTable
-    high_ms: KnobTable
+    upper_ms: KnobTable
     """What an answer stays under with the estimator's high probability."""
 
     def promised_ms(self, *, guaranteed: bool) -> KnobTable:
         """What is held against a budget: the high quantile where it is guaranteed, else the median."""
-        return self.high_ms if guaranteed else self.median_ms
+        return self.upper_ms if guaranteed else self.median_ms
 
 
 def table_shape(options: KnobOptions) -> tuple[int, int, int, int]:
@@ -73,7 +73,7 @@ def _of_span(estimated: EstimatedLatency, span: BudgetScope) -> tuple[float, flo
     That bounds the high quantile up to the first token from above: decoding adds its median and some spread of its own.
     """
     decode_ms = estimated.stages_ms.get(DECODE, 0.0) if span == "first_token" else 0.0
-    return estimated.total_ms - decode_ms, estimated.high_ms - decode_ms
+    return estimated.total_ms - decode_ms, estimated.upper_ms - decode_ms
 
 
 @dataclass(frozen=True)

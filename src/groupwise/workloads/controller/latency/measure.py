@@ -16,6 +16,7 @@ import torch
 from PIL.Image import Image, fromarray
 
 from groupwise.core.errors import UserError, require
+from groupwise.dist.devices import default_device
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import LatencySummary, Timing, summarize
 from groupwise.workloads.controller.model.adapters import Sample, adapter_for
@@ -25,7 +26,6 @@ from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
 from groupwise.workloads.controller.model.load import (
     EMBEDDED,
     LoadedModel,
-    default_device,
     load_model,
     load_text_model,
     read_config,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from groupwise.core.errors import UserError, require
 from groupwise.core.groups import content_hash
-from groupwise.latency.estimator import LatencyEstimator
+from groupwise.latency.estimator import FILE_FORMAT, LatencyEstimator
 from groupwise.latency.machine import current_machine
 from groupwise.latency.regression import Observation
 from groupwise.workloads.controller.config import MIN_ANSWERS_FOR_QUANTILE
@@ -41,7 +41,7 @@ def cached_estimator(
     """
     folder = folder or cache_folder() / "estimators"
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{content_hash(f'{key} {current_machine()}', digest_size=8)}.json"
+    file = folder / f"{content_hash(f'{FILE_FORMAT} {key} {current_machine()}', digest_size=8)}.json"
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():
@@ -61,9 +61,9 @@ _QUESTION_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 
 
 def load_estimator(
-    name: str, loaded: LoadedModel, *, new_tokens: int, anyway: bool = False, question_tokens: int = 32
+    name: str, loaded: LoadedModel, *, new_tokens: int, allow_mismatch: bool = False, question_tokens: int = 32
 ) -> KnobLatencyModel:
-    """The one in a JSON file, refused if it was fitted elsewhere and is not wanted anyway; or this machine's own; or
+    """The one in a JSON file, refused if it was fitted elsewhere unless `allow_mismatch`; or this machine's own; or
     counted work, by name.
     """
     if not name:
@@ -81,7 +81,7 @@ def load_estimator(
         )
         fitted = cached_estimator(f"{work} {new_tokens}", make, model=work)
     else:
-        fitted = LatencyEstimator.load(Path(name), model=work, anyway=anyway)
+        fitted = LatencyEstimator.load(Path(name), model=work, allow_mismatch=allow_mismatch)
     return KnobLatencyEstimator(fitted, loaded.options, new_tokens=new_tokens)
 
 
@@ -92,13 +92,13 @@ def recalibrate(
     require(answers >= MIN_ANSWERS_FOR_QUANTILE, "answers", answers, f"at least {MIN_ANSWERS_FOR_QUANTILE}")
     seen = _served(known, executor, samples, answers)
     now = KnobLatencyEstimator(known.estimator.recalibrate(seen), executor.options, new_tokens=known.new_tokens)
-    return now, known.estimator.pace(seen)
+    return now, known.estimator.slowdown(seen)
 
 
 def current_slowdown(known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample]) -> tuple[float, bool]:
     """A short look: how many times as long answers of a controller take now as is estimated; whether it still holds."""
     seen = _served(known, executor, samples, MIN_ANSWERS_FOR_QUANTILE)
-    return known.estimator.pace(seen), known.estimator.still_holds(seen)
+    return known.estimator.slowdown(seen), known.estimator.is_calibrated(seen)
 
 
 def _served(

@@ -15,6 +15,7 @@ import transformers
 from transformers.utils import cached_file
 
 from groupwise.core.errors import UserError
+from groupwise.dist.devices import default_device
 from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_for, check_family
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions, default_options
@@ -85,11 +86,6 @@ def load_text_model(source: str) -> Any:
     """A model that writes and does not see, as it was saved."""
     load = transformers.AutoModelForCausalLM.from_pretrained
     return _fetched(source, lambda: load(source, dtype="auto")).eval().to(default_device())
-
-
-def default_device() -> torch.device:
-    """The accelerator if there is one, else the CPU."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def weights_fingerprint(model: Any) -> str:

@@ -96,7 +96,7 @@ class AdaptiveModel:
         *,
         model: LoadedModel | Path | str | None = None,
         estimator: KnobLatencyModel | None = None,
-        estimator_anyway: bool = False,
+        allow_estimator_mismatch: bool = False,
     ) -> Self:
         """The newest good checkpoint of a run; its averaged weights where the run kept some."""
         found = newest_valid_checkpoint(Path(run) / "checkpoints", warnings.warn)
@@ -109,7 +109,7 @@ class AdaptiveModel:
             )
         averaged = found / EMA_WEIGHTS
         weights = averaged if averaged.is_file() else found / WEIGHTS
-        return cls._from(found, weights, model, estimator, estimator_anyway)
+        return cls._from(found, weights, model, estimator, allow_estimator_mismatch)
 
     @classmethod
     def from_pretrained(
@@ -118,10 +118,10 @@ class AdaptiveModel:
         *,
         model: LoadedModel | Path | str | None = None,
         estimator: KnobLatencyModel | None = None,
-        estimator_anyway: bool = False,
+        allow_estimator_mismatch: bool = False,
     ) -> Self:
         """What `save_pretrained` has written. The frozen model is loaded by its name unless it is given."""
-        return cls._from(Path(folder), Path(folder) / _POLICY, model, estimator, estimator_anyway)
+        return cls._from(Path(folder), Path(folder) / _POLICY, model, estimator, allow_estimator_mismatch)
 
     @classmethod
     def _from(
@@ -130,13 +130,13 @@ class AdaptiveModel:
         weights: Path,
         model: LoadedModel | Path | str | None,
         estimator: KnobLatencyModel | None,
-        anyway: bool,
+        allow_mismatch: bool,
     ) -> Self:
         config = read_config(folder)
         if not isinstance(model, LoadedModel):
             source = source_of(config)
             model = load_model(model or source.model, dtype=getattr(torch, source.dtype))
-        settings = read_settings(folder, config, model, estimator=estimator, anyway=anyway)
+        settings = read_settings(folder, config, model, estimator=estimator, allow_mismatch=allow_mismatch)
         return cls(model, settings, load_policy(weights, settings))
 
     def save_pretrained(self, folder: Path | str) -> None:

@@ -93,7 +93,7 @@ def settings_to_files(settings: ControllerSettings) -> dict[str, bytes]:
 def _estimator_file(estimator: KnobLatencyEstimator) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / ESTIMATOR
-        replace(estimator.estimator, differs={}).save(file)
+        estimator.estimator.save(file)
         return file.read_bytes()
 
 
@@ -125,14 +125,14 @@ def read_settings(
     loaded: LoadedModel,
     *,
     estimator: KnobLatencyModel | None = None,
-    anyway: bool = False,
+    allow_mismatch: bool = False,
 ) -> ControllerSettings:
     """The settings in a folder for a model that is loaded; refused if it is another than they were made with."""
     source = source_of(config)
     options = KnobOptions(**{name: _tuple(value) for name, value in config["options"].items()})
     _check_model(folder, config, loaded)
     if estimator is None:
-        estimator = _estimator(folder, config, loaded, options, anyway=anyway)
+        estimator = _estimator(folder, config, loaded, options, allow_mismatch=allow_mismatch)
     budget = BudgetConfig(**{name: _tuple(value) for name, value in config["budget"].items()})
     return ControllerSettings(
         source=source,
@@ -188,7 +188,7 @@ def _check_model(folder: Path, config: Mapping[str, Any], loaded: LoadedModel) -
 
 
 def _estimator(
-    folder: Path, config: Mapping[str, Any], loaded: LoadedModel, options: KnobOptions, *, anyway: bool
+    folder: Path, config: Mapping[str, Any], loaded: LoadedModel, options: KnobOptions, *, allow_mismatch: bool
 ) -> KnobLatencyModel:
     described = dict(config["estimator"])
     kind = described.pop("kind")
@@ -196,7 +196,7 @@ def _estimator(
         return ProportionalEstimator(options, **described)
     if kind == _FITTED:
         name, tokens = str(folder / ESTIMATOR), config["max_new_tokens"]
-        return load_estimator(name, replace(loaded, options=options), new_tokens=tokens, anyway=anyway)
+        return load_estimator(name, replace(loaded, options=options), new_tokens=tokens, allow_mismatch=allow_mismatch)
     raise UserError(
         f"The controller in {folder} was trained with a latency estimator of your own, which is not saved with it. Pass"
         " it as estimator=."

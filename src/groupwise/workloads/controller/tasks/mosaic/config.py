@@ -34,7 +34,7 @@ class MosaicConfig(ControllerConfig):
     estimator: str = "own"
     """What answers are estimated to take: `own` profiles this machine once, in under a minute, and keeps it; or a JSON
     file of `groupwise profile`, for ranks on several machines; or `counted` for proportions without milliseconds."""
-    estimator_anyway: bool = False
+    allow_estimator_mismatch: bool = False
     """Take the file also if it was fitted on another machine."""
     answers: Path | None = None
     """File of remembered answers that later runs and other ranks share; None remembers within a run only."""

@@ -97,7 +97,9 @@ def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
         answers=AnswerCache(f"mosaic {fingerprint()}, one token", config.answers, shipped=shipped),
-        estimator=load_estimator(config.estimator, loaded, new_tokens=1, anyway=config.estimator_anyway),
+        estimator=load_estimator(
+            config.estimator, loaded, new_tokens=1, allow_mismatch=config.allow_estimator_mismatch
+        ),
         questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=seed),
         held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=seed),
         spell=lambda tokens: decode(list(tokens)),

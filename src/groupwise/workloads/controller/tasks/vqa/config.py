@@ -55,7 +55,7 @@ class VqaConfig(ControllerConfig):
     """Longest answer."""
     estimator: str = ""
     """JSON file of a latency estimator fitted to this model on this machine; or `counted`, right in ratios only."""
-    estimator_anyway: bool = False
+    allow_estimator_mismatch: bool = False
     """Take an estimator that was fitted elsewhere as it is."""
     answers: Path | None = None
     """File of remembered answers that later runs and other ranks share; None remembers within a run only."""

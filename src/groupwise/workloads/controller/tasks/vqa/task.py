@@ -109,7 +109,7 @@ class _LazyCrops(Mapping[str, Tensor]):
 def vqa_task(config: VqaConfig, device: torch.device) -> Task:
     loaded = _model(config, device)
     estimator = load_estimator(
-        config.estimator, loaded, new_tokens=config.max_new_tokens, anyway=config.estimator_anyway
+        config.estimator, loaded, new_tokens=config.max_new_tokens, allow_mismatch=config.allow_estimator_mismatch
     )
     entries, missing = _entries(config)
     album = ImageStore(loaded)
@@ -203,8 +203,11 @@ def _questions(
 
 def _estimator_mismatch_notes(estimator: KnobLatencyModel) -> list[str]:
     """What is not the same here as where the estimator was fitted."""
-    differs = estimator.estimator.differs if isinstance(estimator, KnobLatencyEstimator) else {}
-    return [f"the estimator was fitted for {name} {text}: its times are not of here" for name, text in differs.items()]
+    mismatches = estimator.estimator.mismatches if isinstance(estimator, KnobLatencyEstimator) else {}
+    return [
+        f"the estimator was fitted for {name} {text}: its latencies were measured on other hardware"
+        for name, text in mismatches.items()
+    ]
 
 
 def _notes(

@@ -1,4 +1,4 @@
-"""Stages by hand with a clock that only moves when told, and what hooks leave behind."""
+"""Stages by hand with a fake clock, and hooks that are removed again."""
 
 import time
 
@@ -10,6 +10,7 @@ from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 from groupwise.core.errors import UserError
 from groupwise.latency.meter import LatencyMeter, ModelParts, find_model_parts
+from groupwise.latency.records import Timing, summarize
 from groupwise.workloads.controller.model.adapters import adapter_for
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 
@@ -51,7 +52,7 @@ class Bench:
         for _ in range(tokens - 1):
             self.queue(7)
             self.text_pass()
-        self.queue(1000)  # after the last scores
+        self.queue(1000)  # after the last logits
 
 
 @pytest.fixture
@@ -61,8 +62,8 @@ def bench(monkeypatch):
     return bench
 
 
-def meter_of(bench: Bench, **more) -> LatencyMeter:
-    return LatencyMeter(bench.parts, torch.device("cuda", 0), clock=bench.clock, **more)
+def meter_of(bench: Bench) -> LatencyMeter:
+    return LatencyMeter(bench.parts, torch.device("cuda", 0), clock=bench.clock)
 
 
 def test_every_millisecond_belongs_to_one_stage(bench):
@@ -71,53 +72,33 @@ def test_every_millisecond_belongs_to_one_stage(bench):
     assert timing.stages_ms == pytest.approx(
         {"vision": 5 + 1, "prefill": 100 + 0.5 + 39, "decode": 2 * (7 + 39) + 1000}
     )
-    assert timing.steps_ms == pytest.approx((46, 46))
+    assert timing.decode_steps_ms == pytest.approx((46, 46))
     assert timing.decode_steps == 2
     assert timing.total_ms == pytest.approx(sum(timing.stages_ms.values()))
-    assert timing.parts_ms == {}
 
 
-def test_one_token_needs_no_decode(bench):
+def test_one_token_has_no_decode(bench):
     timing = meter_of(bench).time(lambda: bench.answer(1))
     assert timing.stages_ms == pytest.approx({"vision": 6, "prefill": 1139.5, "decode": 0})
     assert timing.decode_steps == 0
 
 
-def test_detail_times_what_is_called_and_nothing_else(bench):
-    def skip_the_first_block():
-        bench.parts.blocks[1]()
-        bench.parts.blocks[1]()
-        bench.parts.head()
-
-    timing = meter_of(bench, detail=True).time(skip_the_first_block)
-    assert timing.parts_ms == pytest.approx({"block 1": 40, "head": 4})
-    assert timing.stages_ms == pytest.approx({"vision": 0, "prefill": 44, "decode": 0})
-
-
-def test_quantiles_by_hand_and_warm_up_not_counted(bench):
-    takes = iter([900, 800, 10, 30, 20, 50, 40])
-    found = meter_of(bench).repeat(lambda: bench.queue(next(takes)), warm_up=2, runs=5)
+def test_quantiles_by_hand():
+    stages = [{"vision": 0.0, "prefill": ms, "decode": 0.0} for ms in (10.0, 30.0, 20.0, 50.0, 40.0)]
+    summary = summarize([Timing(stages_ms, stages_ms["prefill"]) for stages_ms in stages])
     # 10, 20, 30, 40, 50: quarters at 20 and 40; p95 lies 0.8 of the way from the fourth to the fifth.
-    assert (found.total.p50_ms, found.total.p95_ms, found.total.spread_ms) == pytest.approx((30, 48, 20))
-    assert found.stages["prefill"] == found.total
-    assert (found.runs, found.decode_step) == (5, None)
-    assert next(takes, None) is None
-
-
-@pytest.mark.parametrize(("wrong", "says"), [({"runs": 0}, "runs is 0"), ({"warm_up": -1}, "warm_up is -1")])
-def test_no_runs_are_refused(bench, wrong, says):
-    with pytest.raises(UserError, match=says):
-        meter_of(bench).repeat(lambda: None, **wrong)
+    assert (summary.total.p50_ms, summary.total.p95_ms, summary.total.iqr_ms) == pytest.approx((30, 48, 20))
+    assert summary.stages["prefill"] == summary.total
+    assert (summary.runs, summary.decode_step) == (5, None)
 
 
 def hooks_on(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-@pytest.mark.parametrize("detail", [False, True])
-def test_no_hook_is_left_even_after_an_error(detail):
+def test_no_hook_is_left_even_after_an_error():
     model = llava_olmoe()
-    meter, before = LatencyMeter(find_model_parts(model), detail=detail), hooks_on(model)
+    meter, before = LatencyMeter(find_model_parts(model)), hooks_on(model)
     seen = []
 
     def fail():
@@ -132,7 +113,7 @@ def test_no_hook_is_left_even_after_an_error(detail):
     assert hooks_on(model) == before
 
 
-def test_stages_cover_the_whole_by_a_clock_of_ones_own():
+def test_stages_add_up_to_the_total_of_an_independent_clock():
     model = llava_olmoe()
     executor, meter = Executor(adapter_for(model), OPTIONS), LatencyMeter(find_model_parts(model))
     shares = []
@@ -149,7 +130,7 @@ def test_stages_cover_the_whole_by_a_clock_of_ones_own():
     assert min(shares) < 0.05
 
 
-def test_metering_costs_less_than_a_hundredth():
+def test_measuring_costs_less_than_a_hundredth():
     """Cost of one event, by many of them on a head that does nothing, times the events of a real answer."""
     model = llava_olmoe()
     parts, nothing = find_model_parts(model), nn.Identity()
@@ -177,14 +158,14 @@ def _cpu_seconds(act) -> float:
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        (nn.Linear(2, 2), "Linear cannot be metered as it is: no embedding or blocks or norm or head"),
+        (nn.Linear(2, 2), "latency of Linear cannot be measured: it has no embedding or blocks or norm or head"),
         (
             SiglipVisionModel(
                 SiglipVisionConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
             ),
-            "SiglipVisionModel cannot be metered",
+            "latency of SiglipVisionModel cannot be measured",
         ),
-        (llava_olmoe().model.language_model, "OlmoeModel cannot be metered as it is: no head found"),
+        (llava_olmoe().model.language_model, "latency of OlmoeModel cannot be measured: it has no head"),
     ],
     ids=["no model of text", "vision alone", "no head"],
 )
