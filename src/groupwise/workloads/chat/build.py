@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,9 @@ from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
-from groupwise.workloads.chat.tasks.arithmetic.task import Split, rows
+from groupwise.workloads.chat.tasks.arithmetic.task import MODEL_FOLDER, held_out_rows, train_rows
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
 from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
-
-ASSET = Path(__file__).parent / "tasks" / "arithmetic" / "asset"
-_EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
 
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
@@ -36,10 +34,10 @@ def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
     sampling = replace(config.sampling, stop_ids=stop_ids(config, tokenizer, policy))
     functions = reward_functions(config.judge, max_new_tokens=sampling.max_new_tokens)
     limits = PromptLimits(policy.longest, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
-    training = _prompts(config.data.train, Split.TRAIN, tokenizer, config, limits)
+    training = _prompts(config.data.train, train_rows, tokenizer, config, limits)
     held_out = None
     if config.data.held_out:
-        held_out = _prompts(config.data.held_out, Split.HELD_OUT, tokenizer, config, limits)
+        held_out = _prompts(config.data.held_out, held_out_rows, tokenizer, config, limits)
     return ChatWorkload(ChatComponents(policy, tokenizer, training, held_out, functions, sampling), config)
 
 
@@ -50,7 +48,7 @@ def base_policy(config: ChatConfig, device: torch.device) -> LanguageModelPolicy
 
 def model_folder(config: ChatConfig) -> str:
     """Where model and tokenizer come from."""
-    return str(ASSET) if config.policy.model == EMBEDDED else config.policy.model
+    return str(MODEL_FOLDER) if config.policy.model == EMBEDDED else config.policy.model
 
 
 def load_tokenizer(config: ChatConfig) -> Any:
@@ -86,21 +84,23 @@ def stop_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) ->
     return tuple(sorted(found))
 
 
-def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limits: PromptLimits) -> PromptSet:
-    if where == EMBEDDED:
-        made = [
-            {config.data.prompt_column: row["messages"], config.judge.answer_column: row["answer"]}
-            for row in _embedded(split)
+def _prompts(
+    source: str,
+    embedded_rows: Callable[[], list[dict[str, object]]],
+    tokenizer: Any,
+    config: ChatConfig,
+    limits: PromptLimits,
+) -> PromptSet:
+    if source == EMBEDDED:
+        rows = [
+            {config.data.prompt_column: row["prompt"], config.judge.answer_column: row["answer"]}
+            for row in embedded_rows()
         ]
-        table = Records(made, [f"{EMBEDDED} question {nth}" for nth in range(len(made))], dropped=Counter())
+        table = Records(rows, [f"{EMBEDDED} question {index}" for index in range(len(rows))], dropped=Counter())
     else:
         required = (config.data.prompt_column, *required_columns(config.judge))
-        table = read_rows(where, required=required, bad_rows=config.data.bad_rows)
+        table = read_rows(source, required=required, bad_rows=config.data.bad_rows)
     return make_prompt_set(table, tokenizer, config.data, config.judge, limits)
-
-
-def _embedded(split: Split) -> list[dict[str, Any]]:
-    return rows(split, _EMBEDDED_ROWS[split], seed=0)
 
 
 def export(run: Path | str, folder: Path | str) -> Path:
