@@ -108,7 +108,7 @@ class Chat:
         config = transformers.AutoConfig.for_model(self.kind, **self.sizes, **NO_TOKENS)
         policy = trace.fake_policy(config, PolicyConfig(model="-", **self.policy), fake=fake)
         lengths = {"prompt_tokens": self.lengths[0], "completion_tokens": self.lengths[1]}
-        copy, rows = policy._reference[0], 2 * self.rows
+        copy, rows = policy.reference_model, 2 * self.rows
         held = tuple(copy.parameters()) if copy is not None else ()
         act = trace.followed_rollout(policy, prompts=2, rows=rows, **lengths)
         return Made(
@@ -121,8 +121,8 @@ class Chat:
 
     def _rolled_out(self, policy: Any, rows: int) -> object:
         """All rows go on to their last token: no token stops them."""
+        from groupwise.workloads.chat.config import SamplingParams
         from groupwise.workloads.chat.engine.generate import generate
-        from groupwise.workloads.chat.engine.sampler import SamplingParams
 
         (prompt, completion), member = self.lengths, torch.arange(rows) % self.rows
         group = torch.arange(rows) // self.rows

@@ -42,7 +42,7 @@ def test_every_number_of_an_adapter_is_counted(kind):
     from groupwise.workloads.chat.engine.policy import make_policy
 
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind))
-    policy = make_policy(model, PolicyConfig(model="-", lora_rank=8, path="plain"))
+    policy = make_policy(model, PolicyConfig(model="-", lora_rank=8, forward="plain"))
     trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
     assert architecture(config_of(kind).to_dict()).adapter_numbers(8) == trained
 

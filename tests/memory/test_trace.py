@@ -16,9 +16,8 @@ from groupwise.memory.trace import LiveByteCounter, fake_tensors, trace_update
 from groupwise.training.config import Config, OptimizerConfig
 from groupwise.training.state import create_state
 from groupwise.training.update import _apply
-from groupwise.workloads.chat.config import PolicyConfig
+from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
-from groupwise.workloads.chat.engine.sampler import SamplingParams
 from groupwise.workloads.chat.memory import ChatMemory
 from groupwise.workloads.chat.trace import fake_policy, followed_rollout, scored_pass, traced_rollout
 from groupwise.workloads.controller.memory import ControllerMemory, vision_of
@@ -83,8 +82,8 @@ def test_trace_truth_and_arithmetic_of_an_update_agree(name):
     found = {}
     for fake in (True, False):
         policy = fake_policy(config, policy_config, fake=fake)
-        assert policy.shares_prompts
-        copy = policy._reference[0]
+        assert policy.shares_prefix
+        copy = policy.reference_model
         more = tuple(copy.parameters()) if copy is not None else ()
         one = scored_pass(policy, **lengths)
         found[fake] = trace_update(policy, one, JOB, more=more)

@@ -12,11 +12,8 @@ from typing import Literal
 from groupwise.core.errors import require
 from groupwise.memory.architecture import Architecture
 from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, drop_zero, peak_of_update
+from groupwise.workloads.chat.config import LOGITS_PER_CHUNK, MIN_CHUNK_TOKENS, PREFILL_TOKENS, SAMPLING_LOGITS
 
-CHUNK_NUMBERS, FEWEST_TOKENS = 1 << 21, 64
-"""Of the chunked head: logits that are held at a time, and tokens at least."""
-PREFILL_TOKENS, DRAWN_NUMBERS = 8192, 1 << 24
-"""Of the rollout: prompt tokens that go through the model together, logits that are held together."""
 DRAWN_BYTES = 32
 """Of one token that was drawn: its number, place, log-probability, entropy, and the random number it came from."""
 NUMBER_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -72,7 +69,7 @@ class ChatMemory:
         entering = min(prompts * self.prompt_tokens, max(PREFILL_TOKENS, self.prompt_tokens))
         of_prompts = model.kv_bytes(prompts * self.prompt_tokens, number)
         own = model.kv_bytes(rows * self.completion_tokens, number)
-        at_once = min(rows, max(1, DRAWN_NUMBERS // model.vocabulary))
+        at_once = min(rows, max(1, SAMPLING_LOGITS // model.vocabulary))
         always = {
             "logits": 4 * at_once * model.vocabulary * wide,  # and probabilities, their sums and products
             "drawn tokens": job.shape.rollouts_per_rank * self.completion_tokens * DRAWN_BYTES,
@@ -116,7 +113,9 @@ class ChatMemory:
         in_layer = (layer if self.checkpointing else 0) + self._backward_of_layer()
         predicted = job.shape.rows_per_pass * self.completion_tokens
         final = tokens * (3 if self._norms_kept_twice else 2) * model.width * wide + predicted * model.width * wide
-        chunk = min(predicted, max(FEWEST_TOKENS, CHUNK_NUMBERS // model.vocabulary)) * model.vocabulary * 3 * wide
+        chunk = (
+            min(predicted, max(MIN_CHUNK_TOKENS, LOGITS_PER_CHUNK // model.vocabulary)) * model.vocabulary * 3 * wide
+        )
         into_head = 0 if self.lora_rank else model.head_numbers * wide
         always = {"cast weights": self._cast_weights()}
         below = tokens * (kept + angles)

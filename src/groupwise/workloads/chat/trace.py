@@ -14,9 +14,10 @@ from torch import Tensor
 from groupwise.memory.stages import StepSpec
 from groupwise.memory.trace import LiveByteCounter, fake_tensors, replace_with_fake, trace_peak, trace_update
 from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
+from groupwise.workloads.chat.engine.generate import GenerationLoop
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, make_policy
 from groupwise.workloads.chat.engine.sampler import Completion
-from groupwise.workloads.chat.engine.scheduler import Flight
+from groupwise.workloads.chat.engine.scheduler import Scheduler
 from groupwise.workloads.chat.engine.score import score
 from groupwise.workloads.chat.memory import DRAWN_BYTES, ChatMemory
 
@@ -38,7 +39,7 @@ def fake_policy(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
         if frozen is None:
             policy = make_policy(model, config)
         else:
-            adapted = make_policy(model, replace(config, reference="none", path="plain"))
+            adapted = make_policy(model, replace(config, reference="none", forward="plain"))
             policy = LanguageModelPolicy(adapted.model, config, frozen)
             policy.train()
     replace_with_fake(policy, mode)
@@ -63,15 +64,16 @@ def scored_pass(
     return one_pass
 
 
-class _Longest(Flight):
-    """Rows that all go on to the last token."""
+class _LongestCompletions(GenerationLoop):
+    """All rows run to the last token."""
 
-    def _leave(self) -> None:
-        """Nobody, and nobody is asked: fake tokens have no values."""
+    def _evict_finished(self) -> None:
+        """No row finishes: fake tokens have no values."""
 
-    def step_at(self, drawn: int) -> None:
-        """Decode when each row has drawn so many tokens."""
-        self.drawn = [drawn] * len(self.rows)
+    def decode_at(self, num_generated: int) -> None:
+        """One decoding step of rows with so many tokens each."""
+        for sequence in self.scheduler.running:
+            sequence.num_generated = num_generated
         self._decode()
 
 
@@ -84,13 +86,13 @@ def followed_rollout(
 
     def act() -> None:
         with policy.sampling():
-            flight = _Longest(policy, asked, of_row, torch.zeros(rows, completion_tokens), sampling, rows)
-            flight.head = flight.head.rounded()
-            flight._admit()
-            for drawn in range(1, completion_tokens):
-                places = min((keys.shape[2] for keys, _ in flight.own.layers.values()), default=0)
-                if places < drawn or drawn == completion_tokens - 1:
-                    flight.step_at(drawn)
+            uniforms = torch.zeros(rows, completion_tokens)
+            loop = _LongestCompletions(policy, asked, Scheduler(of_row, rows), uniforms, sampling)
+            loop._admit()
+            for num_generated in range(1, completion_tokens):
+                capacity = min((keys.shape[2] for keys, _ in loop.row_cache.layers.values()), default=0)
+                if capacity < num_generated or num_generated == completion_tokens - 1:
+                    loop.decode_at(num_generated)
 
     return act
 
@@ -109,10 +111,10 @@ def traced_chat(model_config: Any, config: PolicyConfig, job: StepSpec, memory: 
     policy, rows = fake_policy(model_config, config), job.shape.rows_per_pass
     lengths = {"prompt_tokens": memory.prompt_tokens, "completion_tokens": memory.completion_tokens}
     one = scored_pass(policy, prompts=job.prompts_in(rows), rows=rows, **lengths)
-    copy = policy._reference[0]
+    copy = policy.reference_model
     held = tuple(copy.parameters()) if copy is not None else ()
     found = {"update": trace_update(policy, one, job, more=held)}
-    if policy.shares_prompts:
+    if policy.shares_prefix:
         decoded = min(memory.decode_rows, job.shape.rollouts_per_rank)
         act = followed_rollout(policy, prompts=job.prompts_in(decoded), rows=decoded, **lengths)
         drawn = job.shape.rollouts_per_rank * memory.completion_tokens
