@@ -160,8 +160,8 @@ class DecodeLayout:
         rows, heads, _, width = query.shape
         folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share a key head become its queries
         keys, values = self.row_cache.append(layer, self.positions, (key, value), self.length)
-        own = attend(folded, keys, values, scale=scale, bias=self.bias)
-        return merge_by_lse(*self._attend_prompts(layer, folded, scale), *own).reshape(rows, 1, heads, width)
+        completion = attend(folded, keys, values, scale=scale, bias=self.bias)
+        return merge_by_lse(*self._attend_prompts(layer, folded, scale), *completion).reshape(rows, 1, heads, width)
 
     def _attend_prompts(self, layer: int, folded: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """The queries of a prompt's rows go together, so that its keys are read once for all of them."""
