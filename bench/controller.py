@@ -74,7 +74,7 @@ def _config(run_dir: Path, loss: str, steps: int, seed: int) -> gw.Config:
         steps=steps,
         seed=seed,
         loss=replace(config.loss, kind=kind),
-        reward=replace(config.reward, weights={"cost": 0.0}) if loss == "ranking" else config.reward,
+        reward=replace(config.reward, weights={"compute_cost": 0.0}) if loss == "ranking" else config.reward,
         run=replace(config.run, run_dir=run_dir),
     )
 

@@ -1,12 +1,13 @@
-"""How far the pretraining of an embedded model is, in one file that a kill cannot spoil."""
+"""Resumable pretraining of an embedded model: its state in one file, written atomically."""
 
-import os
+import io
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import write_atomic
 
 CHECKPOINT = "pretraining.pt"
 
@@ -14,7 +15,7 @@ CHECKPOINT = "pretraining.pt"
 def save_pretraining_state(
     folder: Path, plan: object, model: nn.Module, optimizer: torch.optim.Optimizer, steps_done: int
 ) -> None:
-    """Write all that the coming steps depend on: beside the old file first, then in its place."""
+    """Write all that the next steps depend on."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {
         "plan": repr(plan),
@@ -22,9 +23,9 @@ def save_pretraining_state(
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
     }
-    unfinished = folder / f"{CHECKPOINT}.unfinished"
-    torch.save(state, unfinished)
-    os.replace(unfinished, folder / CHECKPOINT)
+    content = io.BytesIO()
+    torch.save(state, content)
+    write_atomic(folder / CHECKPOINT, content.getvalue())
 
 
 def restore_pretraining_state(folder: Path, plan: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:

@@ -24,7 +24,7 @@ def test_help_and_configs_do_not_import_torch():
         "import sys, groupwise, groupwise.cli.main, groupwise.cli.train, groupwise.cli.check, groupwise.cli.place;"
         "import groupwise.cli.eval, groupwise.cli.measure, groupwise.cli.profile, groupwise.cli.report;"
         "import groupwise.recipes, groupwise.core.shape;"
-        "from groupwise import Config, LossConfig, Shape, Workload, WorkloadConfig, UserError;"
+        "from groupwise import Config, LossConfig, StepShape, Workload, WorkloadConfig, UserError;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
@@ -171,7 +171,7 @@ def test_bad_rewards_are_explained_and_lose_nothing(capsys, tmp_path, kind):
         f"def reward(prompts, completions, **columns):\n    {body}\n"
         "class Mine(fakes.TinyWorkload):\n"
         "    def rewards(self, rollouts):\n"
-        "        return gw.judge({'mine': reward}, list(rollouts.group_ids), list(rollouts.data['choices']))\n"
+        "        return gw.call_rewards({'mine': reward}, list(rollouts.group_ids), list(rollouts.data['choices']))\n"
         "@dataclass(frozen=True)\n"
         "class MineConfig(fakes.TinyConfig):\n"
         "    def build(self, device):\n        return Mine(self, device)\n"

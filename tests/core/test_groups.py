@@ -1,8 +1,10 @@
+import hashlib
+
 import pytest
 import torch
 
 from groupwise.core.errors import UserError
-from groupwise.core.groups import check_groups, group_id
+from groupwise.core.groups import check_groups, content_hash, group_id
 
 
 def test_equal_content_gives_equal_ids_and_any_change_another():
@@ -20,6 +22,11 @@ def test_equal_content_gives_equal_ids_and_any_change_another():
     ]
     assert len({same, *others}) == 8
     assert -(2**63) <= same < 2**63
+
+
+def test_a_content_hash_is_blake2b_of_all_parts():
+    assert content_hash("ab", b"c") == hashlib.blake2b(b"abc", digest_size=16).hexdigest()
+    assert content_hash("abc", digest_size=8) == hashlib.blake2b(b"abc", digest_size=8).hexdigest()
 
 
 def test_what_cannot_be_hashed_faithfully_is_refused():

@@ -10,8 +10,8 @@ import groupwise as gw
 from groupwise.workloads.chat.config import (
     ChatConfig,
     ChatEvalConfig,
+    ChatRewardsConfig,
     DataConfig,
-    JudgeConfig,
     PolicyConfig,
     SamplingParams,
 )
@@ -43,7 +43,7 @@ def chat_config(folder: Path, **changes: object) -> ChatConfig:
         policy=PolicyConfig(model=str(folder / "model")),
         data=DataConfig(train=data, held_out=data),
         sampling=SamplingParams(max_new_tokens=6),
-        judge=JudgeConfig(functions=("tiny.chat:early_letters",)),
+        rewards=ChatRewardsConfig(functions=("tiny.chat:early_letters",)),
         eval=ChatEvalConfig(num_prompts=6, samples_per_prompt=2, report_samples_per_prompt=4, pass_threshold=0.5),
     )
     return replace(base, **changes)

@@ -57,6 +57,14 @@ def group_id(condition: int, *content: object) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
+def content_hash(*parts: str | bytes, digest_size: int = 16) -> str:
+    """A name for content: a hash in hexadecimal of all parts, one after the other."""
+    digest = hashlib.blake2b(digest_size=digest_size)
+    for part in parts:
+        digest.update(part.encode() if isinstance(part, str) else part)
+    return digest.hexdigest()
+
+
 def check_groups(placed: Int64[Tensor, " rollouts"], group_ids: Int64[Tensor, " rollouts"]) -> None:
     """Refuse rollouts whose content ids do not make the very groups that were placed."""
     pairs = torch.unique(torch.stack([placed, group_ids], dim=1), dim=0)

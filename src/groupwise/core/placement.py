@@ -6,7 +6,6 @@ placement sends every rollout (numbered group by group) to a position; all else 
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from groupwise.core.epochs import draw_conditions
 from groupwise.core.errors import UserError
+from groupwise.core.imports import import_function
 from groupwise.core.randomness import normal, random_bits, uniform
 from groupwise.core.shape import PLACEMENTS, StepShape
 
@@ -158,23 +158,11 @@ def _positions(shape: StepShape, seed: int, step: int) -> Positions:
 
 
 def _placement_function(kind: str) -> PlacementFunction:
-    """One of the three, or a user's own as `module:function`."""
+    """A built-in one, or a user's own: (shape, seed, step) -> a position for every rollout."""
     if kind in PLACEMENTS:
         return {"whole": whole, "spread": spread, "shuffled": shuffled}[kind]
-    module, _, function = kind.partition(":")
-    if not function:
-        raise UserError(
-            f"placement is '{kind}': it must be one of {', '.join(PLACEMENTS)}, or a function of your own written as"
-            " 'module:function' that takes (shape, seed, step) and returns a position for every rollout."
-        )
-    try:
-        found: PlacementFunction = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise UserError(
-            f"placement is '{kind}', which cannot be imported ({error}). Check the spelling, and that the module is"
-            " on PYTHONPATH."
-        ) from error
-    return found
+    function: PlacementFunction = import_function(kind, "placement", known=PLACEMENTS)
+    return function
 
 
 def _check_is_permutation(positions: Tensor, shape: StepShape) -> None:

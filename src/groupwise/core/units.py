@@ -1,4 +1,4 @@
-"""Bytes as people write and read them."""
+"""Bytes to and from text such as 32GiB."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _UNITS = {unit.lower(): size for unit, size in (_BINARY | _DECIMAL).items()}
 
 def parse_bytes(text: str, name: str = "size") -> int:
     """A number of bytes from '32GiB', '80 GB' or '1000'."""
-    found = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2].lower() not in _UNITS:
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    if not match or match[2].lower() not in _UNITS:
         raise UserError(
             f"{name} is '{text}': it must be a number and a unit, such as 32GiB or 80GB. Units: B, KiB, MiB, GiB, TiB"
             " (powers of 1024) and kB, MB, GB, TB (powers of 1000)."
         )
-    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    size = int(float(match[1]) * _UNITS[match[2].lower()])
     if size < 1:
         raise UserError(f"{name} is '{text}': it must be above 0.")
     return size
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes as people read it: 1.5 GiB."""
+    """A number of bytes as text: 1.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"

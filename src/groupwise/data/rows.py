@@ -1,146 +1,164 @@
-"""Rows of a dataset from a JSONL file or a folder that `datasets` saved. What is broken is named by its line."""
+"""`read_rows`: JSONL, parquet, a `datasets` folder or module:function; `RowFilter`: bad rows are refused or skipped."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, require
+from groupwise.core.imports import import_function, user_code
 
 Record = Mapping[str, Any]
+OnBadRow = Literal["refuse", "skip"]
+_FORMATS = (
+    "Name a .jsonl file with one object per line, a .parquet file, a folder that `datasets` wrote with save_to_disk(),"
+    " or module:function, which returns the rows"
+)
 
 
 @dataclass(frozen=True)
 class Records:
-    """Rows that all have the same columns, each with where it came from."""
+    """The usable rows of a dataset, and where each came from."""
 
     rows: Sequence[Record]
-    places: Sequence[str]
+    sources: Sequence[str]
     """Such as 'train.jsonl, line 12'."""
-    dropped: Counter[str]
-    """How many rows were left out, by reason."""
+    numbers: Sequence[int]
+    """Line or row number of each, from 1."""
 
 
-class BadRowError(Exception):
+class BadRow(Exception):  # noqa: N818 - it is raised and caught per row, not an error of the program
     """Why one row cannot be used: a reason to count by, and a sentence about this row."""
 
-    def __init__(self, reason: str, told: str):
-        super().__init__(told)
-        self.reason, self.told = reason, told
+    def __init__(self, reason: str, message: str):
+        super().__init__(message)
+        self.reason, self.message = reason, message
 
 
 class RowFilter:
-    """Refuses the first bad row, or drops and counts them, as the user chose."""
+    """Refuses the first bad row, or skips and counts them, as the user chose in `setting`."""
 
-    def __init__(self, bad_rows: Literal["refuse", "drop"]):
-        self._refuse = bad_rows == "refuse"
-        self.dropped: Counter[str] = Counter()
+    def __init__(self, on_bad_row: OnBadRow, setting: str):
+        require(on_bad_row in ("refuse", "skip"), setting, on_bad_row, "'refuse' or 'skip'")
+        self._refuse, self._setting = on_bad_row == "refuse", setting
+        self.skipped: Counter[str] = Counter()
+        self.messages: list[str] = []
+        """One sentence about each skipped row."""
 
-    def drop(self, place: str, bad: BadRowError) -> None:
+    def reject(self, source: str, bad: BadRow) -> None:
         if self._refuse:
             raise UserError(
-                f"{place}: {bad.told} Mend it, or take data.bad_rows 'drop' to leave such rows out and have them"
-                " counted."
+                f"{source}: {bad.message} Fix it, or set {self._setting} to 'skip', which leaves such rows out and"
+                " counts them."
             ) from bad
-        self.dropped[bad.reason] += 1
+        self.skipped[bad.reason] += 1
+        self.messages.append(f"{source}: {bad.message}")
 
 
-def read_rows(source: str, *, required: tuple[str, ...], bad_rows: Literal["refuse", "drop"]) -> Records:
-    """All usable rows. Each must have the required columns and those of the first row."""
-    path, sieve = Path(source).expanduser(), RowFilter(bad_rows)
-    if not path.exists():
-        raise UserError(
-            f"There is no dataset at {source}. Name a JSONL file with one object a line, or a folder that `datasets`"
-            " has written with save_to_disk()."
-        )
-    rows, places = [], []
-    columns: set[str] | None = None
-    for place, found in _read_dataset_folder(path) if path.is_dir() else _read_jsonl(path):
+def read_rows(source: str, row_filter: RowFilter, *, setting: str = "The dataset") -> Records:
+    """All rows of a dataset that are objects; `setting` is where the user named it."""
+    if not source:
+        raise UserError(f"{setting} is empty. {_FORMATS}.")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        unit, rows = "row", _read_dataset_folder(path)
+    elif path.suffix == ".parquet" and path.exists():
+        unit, rows = "row", _read_parquet(path)
+    elif path.exists():
+        unit, rows = "line", _read_jsonl(path)
+    elif ":" in source:
+        unit, rows = "row", _call_function(source, setting)
+    else:
+        raise UserError(f"{setting} is '{source}', which is not there. {_FORMATS}.")
+    usable: list[tuple[Record, str, int]] = []
+    for number, row in rows:
+        where = f"{source}, {unit} {number}"
         try:
-            row = _parsed(found)
-            _check_columns(row, columns, required)
-        except BadRowError as bad:
-            sieve.drop(place, bad)
-            continue
-        columns = columns or set(row)
-        rows.append(row)
-        places.append(place)
-    if not rows:
-        told = f" ({format_counts(sieve.dropped)})" if sieve.dropped else ""
-        raise UserError(f"{source} holds no usable row{told}. Give at least one.")
-    return Records(rows, places, sieve.dropped)
+            usable.append((_to_record(row), where, number))
+        except BadRow as bad:
+            row_filter.reject(where, bad)
+    if not usable:
+        counts = f" ({format_counts(row_filter.skipped)})" if row_filter.skipped else ""
+        raise UserError(f"{source} holds no usable row{counts}. Give at least one.")
+    return Records(*zip(*usable, strict=True))
 
 
-def format_counts(dropped: Mapping[str, int]) -> str:
+def require_columns(row: Record, columns: Iterable[str], remedy: str = "") -> None:
+    """Refuse a row that lacks one of the columns."""
+    for name in columns:
+        if row.get(name) is None:
+            message = f"it has no column '{name}'; it has {', '.join(map(repr, row)) or 'none'}."
+            raise BadRow("without a column", f"{message} {remedy}".rstrip())
+
+
+def format_counts(skipped: Mapping[str, int]) -> str:
     """Such as '3 broken lines, 1 empty prompt'."""
-    return ", ".join(f"{number} {reason}" for reason, number in sorted(dropped.items()))
+    return ", ".join(f"{number} {reason}" for reason, number in sorted(skipped.items()))
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """Every line that is not blank, and where it stands."""
+def _to_record(row: Any) -> Record:
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row.decode("utf-8").rstrip())
+        except UnicodeDecodeError as error:
+            raise BadRow("broken line", f"byte {error.start + 1} is not UTF-8, as JSON must be.") from error
+        except json.JSONDecodeError as error:
+            why = f"{error.msg}, column {error.colno}"
+            raise BadRow("broken line", f"it is not JSON ({why}): every line must be one whole object.") from error
+    if not isinstance(row, Mapping):
+        raise BadRow("broken line", f"it holds {type(row).__name__}, and every row must be an object of columns.")
+    return dict(row)
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Every line that is not blank, with its number."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield f"{path}, line {number}", line
+                yield number, line
 
 
-def _parsed(found: Any) -> Record:
-    if not isinstance(found, bytes):
-        return dict(found)
+def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        row = json.loads(found.decode("utf-8").rstrip())
-    except UnicodeDecodeError as error:
-        raise BadRowError("broken line", f"byte {error.start + 1} is not UTF-8, as JSON must be.") from error
-    except json.JSONDecodeError as error:
-        why = f"{error.msg}, column {error.colno}"
-        raise BadRowError("broken line", f"it is not JSON ({why}): every line must be one whole object.") from error
-    if not isinstance(row, dict):
-        raise BadRowError(
-            "broken line", f"it holds {type(row).__name__}, where every line must be an object of columns."
-        )
-    return row
+        from pyarrow import ArrowInvalid, parquet
+    except ImportError as error:
+        raise UserError(f"Reading {path} needs a package: pip install pyarrow. Or name a JSONL file.") from error
+    try:
+        batches = parquet.ParquetFile(path).iter_batches()
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
+    except ArrowInvalid as error:
+        raise UserError(f"{path} is not a parquet file ({error}). Write it again, or name a JSONL file.") from error
 
 
-def _check_columns(row: Record, columns: set[str] | None, required: tuple[str, ...]) -> None:
-    for name in required:
-        if name not in row or row[name] is None:
-            raise BadRowError(
-                "without a column",
-                f"it has no column '{name}'; it has {', '.join(map(repr, row)) or 'none'}. data.prompt_column and"
-                " judge.answer_column say which columns are used.",
-            )
-    if columns is not None and set(row) != columns:
-        odd = sorted(set(row) ^ columns)[0]
-        raise BadRowError(
-            "with other columns",
-            f"column '{odd}' is {'missing here' if odd in columns else 'not in the rows before'}: all rows must have"
-            " the same ones, because rewards receive them as lists.",
-        )
-
-
-def _read_dataset_folder(path: Path) -> Iterator[tuple[str, Any]]:
+def _read_dataset_folder(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(
-            f"{path} is a folder, and reading what `datasets` has saved needs that package: pip install datasets. Or"
-            " name a JSONL file."
-        ) from error
+        raise UserError(f"Reading {path} needs a package: pip install datasets. Or name a JSONL file.") from error
     try:
-        found = datasets.load_from_disk(str(path))
+        dataset = datasets.load_from_disk(str(path))
     except (FileNotFoundError, ValueError) as error:
         raise UserError(
-            f"{path} is not a folder that `datasets` has written with save_to_disk() ({error}). Name one, or a JSONL"
-            " file."
+            f"{path} is not a folder that `datasets` wrote with save_to_disk() ({error}). {_FORMATS}."
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        names = list(found)
+    if isinstance(dataset, datasets.DatasetDict):
+        names = list(dataset)
         raise UserError(
             f"{path} holds {len(names)} splits, {', '.join(names)}: name one of them, as {path / names[0]}."
         )
-    for number, row in enumerate(found, start=1):
-        yield f"{path}, row {number}", row
+    yield from enumerate(dataset, start=1)
+
+
+def _call_function(source: str, setting: str) -> Iterator[tuple[int, Any]]:
+    function = import_function(source, setting)
+    with user_code(f"{setting} '{source}'"):
+        rows = function()
+        if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+            raise UserError(
+                f"{setting} '{source}' returned {type(rows).__name__}: it must return the rows, a list of objects."
+            )
+        yield from enumerate(list(rows), start=1)

@@ -6,7 +6,6 @@ The file of an estimator: few numbers, in JSON that people can read.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
@@ -17,6 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import write_atomic
 from groupwise.latency.machine import Machine, current_machine
 from groupwise.latency.records import EstimatedLatency
 from groupwise.latency.regression import (
@@ -106,9 +106,7 @@ def write(path: Path, fields: Mapping[str, Any]) -> None:
     """Whole or not at all; floats come back bit by bit."""
     assert set(fields) == _FIELDS
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".new")
-    draft.write_text(json.dumps({"format": _FORMAT, **fields}, indent=1, allow_nan=False) + "\n")
-    os.replace(draft, path)
+    write_atomic(path, (json.dumps({"format": _FORMAT, **fields}, indent=1, allow_nan=False) + "\n").encode())
 
 
 def read(path: Path) -> dict[str, Any]:

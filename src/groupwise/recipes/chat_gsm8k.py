@@ -11,8 +11,8 @@ from groupwise.training.config import Config, OptimizerConfig, RunConfig
 from groupwise.workloads.chat.config import (
     ChatConfig,
     ChatEvalConfig,
+    ChatRewardsConfig,
     DataConfig,
-    JudgeConfig,
     PolicyConfig,
     SamplingParams,
 )
@@ -34,7 +34,7 @@ def recipe() -> Config:
                 system=SYSTEM,
             ),
             sampling=SamplingParams(max_new_tokens=512),
-            judge=JudgeConfig(functions=("numeric",)),
+            rewards=ChatRewardsConfig(functions=("numeric",)),
             eval=ChatEvalConfig(num_prompts=256, samples_per_prompt=1, report_samples_per_prompt=8),
         ),
         steps=400,

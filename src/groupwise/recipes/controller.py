@@ -20,7 +20,7 @@ def recipe() -> Config:
         group_size=16,
         rows_per_pass=512,
         # Within a guaranteed budget time is nearly free: the small price settles ties, so that most groups have spread.
-        reward=RewardConfig(weights={"cost": 0.2}),
+        reward=RewardConfig(weights={"compute_cost": 0.2}),
         advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.04, entropy_end=0.0),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=5),

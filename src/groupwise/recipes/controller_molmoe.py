@@ -8,18 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.training.config import Config, OptimizerConfig
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 
 
 def recipe() -> Config:
     return Config(
-        VqaConfig(accuracy="vqa", answers=Path("runs/controller-molmoe-answers.db")),
+        VqaConfig(rewards=RewardFunctionsConfig(functions=("vqa",)), answers=Path("runs/controller-molmoe-answers.db")),
         steps=500,
         conditions_per_step=64,
         group_size=8,
         rows_per_pass=64,  # 64 conditions x 8 members = 8 ranks x 1 pass: everything of a rank in one batch
-        reward=RewardConfig(weights={"cost": 0.0}),
+        reward=RewardConfig(weights={"compute_cost": 0.0}),
         advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.01),
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_updates=5),

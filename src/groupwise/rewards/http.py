@@ -1,19 +1,21 @@
-"""A reward from an HTTP service: retried, limited in time, and missing with its reason where it does not come.
+"""A reward function behind an HTTP service: batches, retries, a time limit for the whole answer.
 
-POST {"prompts": [...], "completions": [array ...], "cameras": [array or null ...], ...}; the answer is {"rewards":
-[number or null ...]}. Arrays travel as {"dtype": "uint8", "shape": [...], "base64": "..."}: clips as bytes (0 is -1,
-255 is 1), channels first; all else as float32. Columns that JSON cannot say stay at home.
+POST {"prompts": [...], "completions": [...], COLUMN: [...], ...}; the answer is {"rewards": [number or null ...]}.
+Texts, messages and other columns travel as JSON. Clips and images as completions are bytes (0 is -1, 255 is 1),
+channels first, and all other tensors are float32: {"dtype": "uint8", "shape": [...], "base64": "..."}. A column with
+a value that JSON cannot hold is not sent.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import math
 import numbers
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,53 +34,59 @@ class HttpReward:
 
     url: str
     timeout_s: float = 60.0
-    """Longest wait for one whole answer, however many pieces it comes in."""
+    """Longest wait for one whole answer, however many packets it comes in."""
     retries: int = 2
-    """Tries after the first."""
-    pause_s: float = 0.5
-    """Before the first retry; doubled before each further one."""
+    backoff_s: float = 0.5
+    """Pause before the first retry; doubled before each further one."""
     rows_per_request: int = 8
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[Tensor], **columns: Any) -> list[float | None]:
-        found: list[float | None] = []
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        content: dict[str, list[Any]] = {
+            "prompts": [_to_json(prompt) for prompt in prompts],
+            "completions": [_encode_completion(completion) for completion in completions],
+        }
+        for name, column in columns.items():
+            try:
+                content[name] = [_to_json(value) for value in column]
+            except TypeError:  # only functions of this process can use it
+                continue
+        rewards: list[float | None] = []
         failure: ServiceError | None = None
         for start in range(0, len(completions), self.rows_per_request):
-            part = slice(start, start + self.rows_per_request)
-            clips = completions[part]
-            told = {"prompts": list(prompts[part]), "completions": [_encode_clip(clip) for clip in clips]}
-            told |= {name: _to_json(column[part]) for name, column in columns.items() if _is_sendable(column[part])}
+            rows = {name: column[start : start + self.rows_per_request] for name, column in content.items()}
+            count = len(rows["completions"])
             try:
-                found += self._ask(json.dumps(told).encode(), len(clips))
+                rewards += self._request_with_retries(json.dumps(rows).encode(), count)
             except ServiceError as error:  # these rows are missing; the others have their rewards
-                failure, found = error, [*found, *[None] * len(clips)]
-        if failure is not None and all(reward is None for reward in found):
+                failure, rewards = error, [*rewards, *[None] * count]
+        if failure is not None and all(reward is None for reward in rewards):
             raise failure
-        return found
+        return rewards
 
-    def _ask(self, body: bytes, rows: int) -> list[float | None]:
+    def _request_with_retries(self, body: bytes, rows: int) -> list[float | None]:
         reason = ""
         for attempt in range(self.retries + 1):
             if attempt:
-                time.sleep(self.pause_s * 2 ** (attempt - 1))
+                time.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
-                return _rewards(self._post(body), rows)
-            except (OSError, ValueError, ServiceError) as error:  # URLError and time-outs are OSErrors
+                return _parse_rewards(self._request(body), rows)
+            except (OSError, ValueError, ServiceError) as error:  # URLError and timeouts are OSErrors
                 reason = f"{type(error).__name__}: {error}"
         raise ServiceError(f"{self.url} gave no rewards in {self.retries + 1} tries; the last: {reason}")
 
-    def _post(self, body: bytes) -> bytes:
-        told = f"timed out: no whole answer in {self.timeout_s:g} s"
-        content: bytes = with_time_limit(self._exchange, self.timeout_s, told)(body)
-        return content
+    def _request(self, body: bytes) -> bytes:
+        message = f"timed out: no whole answer in {self.timeout_s:g} s"
+        answer: bytes = with_time_limit(self._post_once, self.timeout_s, message)(body)
+        return answer
 
-    def _exchange(self, body: bytes) -> bytes:
+    def _post_once(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as answer:
-            content: bytes = answer.read()
-        return content
+        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+            answer: bytes = response.read()
+        return answer
 
 
-def _rewards(answer: bytes, rows: int) -> list[float | None]:
+def _parse_rewards(answer: bytes, rows: int) -> list[float | None]:
     """The numbers of an answer; anything else is refused, never read as zero."""
     content = json.loads(answer)
     rewards = content.get("rewards") if isinstance(content, dict) else None
@@ -90,19 +98,30 @@ def _rewards(answer: bytes, rows: int) -> list[float | None]:
     return rewards
 
 
+def _encode_completion(completion: Any) -> Any:
+    return _encode_clip(completion) if isinstance(completion, Tensor) else _to_json(completion)
+
+
 def _encode_clip(clip: Tensor) -> dict[str, Any]:
-    return _array(((clip.clamp(-1, 1) + 1) * 127.5).round().byte())
+    return _encode_tensor(((clip.clamp(-1, 1) + 1) * 127.5).round().byte())
 
 
-def _array(tensor: Tensor) -> dict[str, Any]:
+def _encode_tensor(tensor: Tensor) -> dict[str, Any]:
     tensor = tensor.detach().cpu().contiguous()
     raw = base64.b64encode(tensor.numpy().tobytes()).decode()
     return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "base64": raw}
 
 
-def _is_sendable(column: Sequence[Any]) -> bool:
-    return all(entry is None or isinstance(entry, str | int | float | Tensor) for entry in column)
-
-
-def _to_json(column: Sequence[Any]) -> list[Any]:
-    return [_array(entry.float()) if isinstance(entry, Tensor) else entry for entry in column]
+def _to_json(value: Any) -> Any:
+    """The value as JSON has it; NaN is null."""
+    if isinstance(value, Tensor):
+        return _encode_tensor(value.float())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _to_json(entry) for name, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_json(entry) for entry in value]
+    raise TypeError(f"{type(value).__name__} has no form in JSON")

@@ -1,47 +1,64 @@
-"""Rewards by name and place: `name=module:function` in process, `name=http://...` as a service."""
+"""Reward functions from what a user names: built-in ones, Python functions and HTTP services."""
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Callable, Mapping
 
 from groupwise.core.errors import UserError
+from groupwise.core.imports import import_function
 from groupwise.rewards.call import RewardFunction
+from groupwise.rewards.config import SETTING, RewardFunctionsConfig, split_name
 from groupwise.rewards.http import HttpReward
+from groupwise.rewards.time_limit import with_time_limit
 
 
-def named_rewards(places: Sequence[str], service: HttpReward) -> dict[str, RewardFunction]:
-    """The functions behind `name=place`; services are called with the settings of the given one."""
-    found: dict[str, RewardFunction] = {}
-    for entry in places:
-        name, _, place = entry.partition("=")
-        if not name or not place or name in found:
+def load_reward_functions(
+    config: RewardFunctionsConfig,
+    *,
+    built_in: Mapping[str, Callable[[], RewardFunction]] | None = None,
+    default_name: str = "",
+) -> dict[str, RewardFunction]:
+    """The functions by the name that their rewards are logged and weighted under, each with its time limit.
+
+    `built_in` makes the functions that a workload brings along. A function without a name gets `default_name`, or else
+    its own.
+    """
+    functions: dict[str, RewardFunction] = {}
+    for spec in config.functions:
+        name, source = split_name(spec)
+        is_service = source.startswith(("http://", "https://"))
+        name = name or default_name or ("" if is_service else source.rpartition(":")[2])
+        if not name or name in functions:
+            problem = f"has two rewards called '{name}'" if name else f"has a service without a name, '{spec}'"
             raise UserError(
-                f"workload.rewards holds '{entry}': each must be name=module:function or name=http://host/path, every"
-                " name once."
+                f"{SETTING}.functions {problem}: each reward is logged and weighted by its name. Write name=FUNCTION."
             )
-        is_service = place.startswith(("http://", "https://"))
-        found[name] = replace(service, url=place) if is_service else _own(entry, place)
-    if not found:
+        functions[name] = _service(source, config) if is_service else _function(source, config, built_in or {})
+    if not functions:
         raise UserError(
-            "workload.rewards is empty, so there is nothing to learn from. Give name=module:function or"
-            " name=http://host/path, once or more."
+            f"{SETTING}.functions is empty, so there is nothing to learn from: it must be at least one reward,"
+            f" {_naming_help(built_in or {})}."
         )
-    return found
+    return functions
 
 
-def _own(entry: str, place: str) -> RewardFunction:
-    module, _, function = place.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        reward: RewardFunction = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"workload.rewards holds '{entry}', which cannot be imported ({error}). Check the spelling, and that the"
-            " module is on PYTHONPATH."
-        ) from error
-    return reward
+def _service(url: str, config: RewardFunctionsConfig) -> HttpReward:
+    return HttpReward(url, config.timeout_s, config.retries, config.backoff_s, config.rows_per_request)
+
+
+def _function(
+    source: str, config: RewardFunctionsConfig, built_in: Mapping[str, Callable[[], RewardFunction]]
+) -> RewardFunction:
+    if source in built_in:
+        function = built_in[source]()
+    elif ":" in source:
+        function = import_function(source, f"{SETTING}.functions")
+    else:
+        raise UserError(f"{SETTING}.functions '{source}' must be {_naming_help(built_in)}.")
+    limit = f"it took longer than the {config.timeout_s:g} s of {SETTING}.timeout_s"
+    return with_time_limit(function, config.timeout_s, limit)
+
+
+def _naming_help(built_in: Mapping[str, object]) -> str:
+    names = f"one of {', '.join(built_in)}, " if built_in else ""
+    return f"{names}name=module:function, name=file.py:function or name=http://host/path"

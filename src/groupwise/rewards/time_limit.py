@@ -1,4 +1,4 @@
-"""A time limit for functions of a user's own. What is not done by then is missing, as if the function had raised."""
+"""Interrupts a function after so many seconds, also one that swallows exceptions or never returns to Python."""
 
 from __future__ import annotations
 
@@ -13,82 +13,83 @@ from functools import wraps
 from typing import Any
 
 
-def with_time_limit(function: Callable[..., Any], seconds: float, told: str | None = None) -> Callable[..., Any]:
-    """The function, raising TimeoutError (with the text `told`) when a call takes longer; an async one all in all."""
-    told = told or f"it took longer than the {seconds:g} s of judge.seconds"
+def with_time_limit(function: Callable[..., Any], timeout_s: float, message: str = "") -> Callable[..., Any]:
+    """The function, raising TimeoutError(message) when a call takes longer. For an async function the time until its
+    result counts."""
+    message = message or f"it took longer than {timeout_s:g} s"
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         in_main_thread = threading.current_thread() is threading.main_thread()
         run = _with_alarm if in_main_thread and hasattr(signal, "setitimer") else _in_a_thread
-        begun = time.monotonic()
-        answer = run(lambda: function(*args, **kwargs), seconds, told)
-        if not inspect.isawaitable(answer):
-            return answer
-        return _awaited(answer, max(0.0, seconds - (time.monotonic() - begun)), told)
+        start = time.monotonic()
+        result = run(lambda: function(*args, **kwargs), timeout_s, message)
+        if not inspect.isawaitable(result):
+            return result
+        return _await_until(result, max(0.0, timeout_s - (time.monotonic() - start)), message)
 
     return call
 
 
 class _TimeLimitExceeded(BaseException):
-    """Not an Exception: a function that takes every Exception for a wrong answer must not take this one for it."""
+    """Not an Exception, so that a function which catches every Exception does not catch this one."""
 
 
-def _with_alarm(call: Callable[[], Any], seconds: float, told: str) -> Any:
-    """Interrupts the function itself, so that nothing of it runs on: also a regular expression that never ends."""
-    with _interval_timer(seconds) as has_rung:
+def _with_alarm(call: Callable[[], Any], timeout_s: float, message: str) -> Any:
+    """Interrupts the function itself, so that nothing of it goes on: also a regular expression that never ends."""
+    with _interval_timer(timeout_s) as expired:
         try:
-            answer = call()
+            result = call()
         except _TimeLimitExceeded:
-            answer = None
-    if has_rung:
-        raise TimeoutError(told)
-    return answer
+            result = None
+    if expired:
+        raise TimeoutError(message)
+    return result
 
 
 @contextmanager
-def _interval_timer(seconds: float) -> Iterator[list[bool]]:
-    """Rings again and again, in case the first is swallowed. An alarm that somebody else had set is set again."""
-    has_rung: list[bool] = []
+def _interval_timer(timeout_s: float) -> Iterator[list[bool]]:
+    """Fires repeatedly, in case the first signal is swallowed. A timer that was running before is restored."""
+    expired: list[bool] = []
 
-    def ring(*_: Any) -> None:
-        has_rung.append(True)
+    def expire(*_: Any) -> None:
+        expired.append(True)
         raise _TimeLimitExceeded
 
-    others, begun = signal.signal(signal.SIGALRM, ring), time.monotonic()
-    left, interval = signal.setitimer(signal.ITIMER_REAL, seconds, seconds)
+    previous_handler, start = signal.signal(signal.SIGALRM, expire), time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, timeout_s)
     try:
-        yield has_rung
+        yield expired
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, others)
+        signal.signal(signal.SIGALRM, previous_handler)
         if left:
-            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 0.001), interval)
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - start), 0.001), interval)
 
 
-def _in_a_thread(call: Callable[[], Any], seconds: float, told: str) -> Any:
-    """Where there are no alarms: what hangs stays behind in a thread that the end of the process does not wait for."""
+def _in_a_thread(call: Callable[[], Any], timeout_s: float, message: str) -> Any:
+    """Where there are no signals: what hangs stays behind in a daemon thread, which does not keep the process alive."""
     outcome: list[tuple[Any, BaseException | None]] = []
 
     def run() -> None:
         try:
             outcome.append((call(), None))
-        except BaseException as error:  # noqa: BLE001 - raised again by whoever waits
+        except BaseException as error:  # noqa: BLE001 - raised again by the caller
             outcome.append((None, error))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
+    thread.join(timeout_s)
     if not outcome:
-        raise TimeoutError(told)
-    answer, error = outcome[0]
+        raise TimeoutError(message)
+    result, error = outcome[0]
     if error is not None:
         raise error
-    return answer
+    return result
 
 
-async def _awaited(answer: Any, seconds: float, told: str) -> Any:
+async def _await_until(result: Any, timeout_s: float, message: str) -> Any:
     try:
-        return await asyncio.wait_for(answer, seconds)
+        return await asyncio.wait_for(result, timeout_s)
     except TimeoutError as error:
-        raise TimeoutError(told) from error
+        raise TimeoutError(message) from error

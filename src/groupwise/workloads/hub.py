@@ -1,23 +1,25 @@
-"""Models of other people's making: found by folder or name, fetched, and told of in plain words where they are not."""
+"""Load a model from a folder or the hub, with readable errors; the part of its configuration that identifies it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from transformers.utils import logging
 
 from groupwise.core.errors import UserError
 
-_Found = TypeVar("_Found")
-_LOADS_AT_ONCE = 100 * 2**20  # bytes of weights
+_Loaded = TypeVar("_Loaded")
+_LARGE_BYTES = 100 * 2**20  # of weights: below, loading takes no noticeable time
+_UNSTABLE_KEYS = ("transformers_version", "dtype")
 
 
 def resolve_model(name: str | Path, *, no_folder: str, no_model: str) -> str:
-    """The folder or the name on the hub, with what to tell a user who names a folder that is not there or is empty."""
+    """The folder or the name on the hub; a folder that is missing or has no model is refused with the given message."""
     path = Path(name)
     if path.is_dir():
         if not (path / "config.json").is_file():
@@ -28,24 +30,37 @@ def resolve_model(name: str | Path, *, no_folder: str, no_model: str) -> str:
     return name
 
 
-def load_from_hub(source: str, fetch: Callable[[], _Found], *, called: str, remedy: str = "") -> _Found:
-    """What `fetch` finds at a source; a model that loads at once does so without transformers' progress bar."""
+def load_from_hub(source: str, load: Callable[[], _Loaded], *, called: str, remedy: str = "") -> _Loaded:
+    """What `load` returns for a source; its errors become a message about `called`."""
     with _progress_bar_for_large_models(source):
         try:
-            return fetch()
-        except (OSError, ValueError, KeyError, SafetensorError) as fault:
+            return load()
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
             where = "in this folder" if Path(source).is_dir() else "in the local cache and on the hub"
             raise UserError(
                 f"{called} cannot be loaded; it was looked for {where}. transformers says:"
-                f" {' '.join(str(fault).split())[:400]} Check the name and the network, or download the model and name"
+                f" {' '.join(str(error).split())[:400]} Check the name and the network, or download the model and name"
                 f" its folder{remedy}."
-            ) from fault
+            ) from error
+
+
+def stable_config(model: Any, *, ignore: tuple[str, ...] = ()) -> str:
+    """A model's configuration as JSON, without what says where and by which version of transformers it was loaded."""
+    unstable = (*_UNSTABLE_KEYS, *ignore)
+
+    def select(value: Any) -> Any:
+        if isinstance(value, dict):
+            kept = {key: part for key, part in value.items() if not str(key).startswith("_") and key not in unstable}
+            return {key: select(part) for key, part in kept.items()}
+        return [select(part) for part in value] if isinstance(value, list | tuple) else value
+
+    return json.dumps(select(model.config.to_dict()), sort_keys=True, default=str)
 
 
 @contextmanager
 def _progress_bar_for_large_models(source: str) -> Iterator[None]:
     weights = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) if Path(source).is_dir() else None
-    if weights is None or weights > _LOADS_AT_ONCE or not logging.is_progress_bar_enabled():
+    if weights is None or weights > _LARGE_BYTES or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Datasets and prompts: what is broken is named by its line, refused or counted; token ids stay token ids."""
+"""Prompts from rows: templates, token ids, group ids; bad rows are refused or skipped and counted."""
 
 from dataclasses import replace
 
@@ -9,72 +9,54 @@ from tiny.chat import chat_config, write_lines
 from tiny.llama import byte_tokenizer, save_model
 
 from groupwise.core.errors import UserError
-from groupwise.data.rows import read_rows
+from groupwise.data.rows import RowFilter, read_rows
 from groupwise.workloads.chat.build import build
-from groupwise.workloads.chat.config import DataConfig, JudgeConfig, PolicyConfig, SamplingParams
+from groupwise.workloads.chat.config import ChatConfig, ChatRewardsConfig, DataConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.data import PromptLimits, make_prompt_set
 
 CPU = torch.device("cpu")
 TOKENIZER = byte_tokenizer()
 GOOD = [{"prompt": "one?", "answer": "1"}, {"prompt": "two?", "answer": "2"}]
-EXACT = JudgeConfig(functions=("exact",))
+EXACT = ChatRewardsConfig(functions=("exact",))
 
 
-def table_of(path, rows, bad_rows="refuse", required=("prompt", "answer")):
-    return read_rows(str(write_lines(path / "rows.jsonl", rows)), required=required, bad_rows=bad_rows)
-
-
-def prompts_of(path, rows, judge=EXACT, tokenizer=TOKENIZER, longest=128, **data):
-    config = DataConfig(**data)
-    table = table_of(path, rows, config.bad_rows, required=("prompt",))
-    return make_prompt_set(table, tokenizer, config, judge, PromptLimits(longest, 16, 300))
+def prompts_of(path, rows, rewards=EXACT, tokenizer=TOKENIZER, max_positions=128, **data):
+    config = ChatConfig(data=DataConfig(train=str(write_lines(path / "rows.jsonl", rows)), **data), rewards=rewards)
+    row_filter = RowFilter(config.data.on_bad_row, "--workload.data.on-bad-row")
+    records = read_rows(config.data.train, row_filter)
+    return make_prompt_set(records, row_filter, tokenizer, config, PromptLimits(max_positions, 16, 300))
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"prompt": "x", "answer": ', r"rows.jsonl, line 3: it is not JSON \(Expecting value.*one whole object"),
-        ("[1, 2]", "line 3: it holds list"),
-        ({"prompt": "x"}, r"line 3: it has no column 'answer'; it has 'prompt'.*judge.answer_column"),
+        ('{"prompt": "x", "answer": ', r"rows.jsonl, line 3: it is not JSON"),
+        ({"prompt": "x"}, r"line 3: it has no column 'answer'; it has 'prompt'.*rewards.answer_column"),
         ({"prompt": "x", "answer": None}, "line 3: it has no column 'answer'"),
         ({"prompt": "x", "answer": "y", "level": 1}, "line 3: column 'level' is not in the rows before"),
     ],
 )
-def test_a_broken_line_is_named_or_dropped_and_counted(tmp_path, line, says):
-    with pytest.raises(UserError, match=says + r".*data\.bad_rows 'drop'"):
-        table_of(tmp_path, [*GOOD, line, GOOD[0]])
-    table = table_of(tmp_path, [*GOOD, line, GOOD[0]], bad_rows="drop")
-    assert len(table.rows) == 3
-    assert sum(table.dropped.values()) == 1
+def test_a_bad_row_is_named_or_skipped_and_counted(tmp_path, line, says):
+    with pytest.raises(UserError, match=says + r".*set --workload\.data\.on-bad-row to 'skip'"):
+        prompts_of(tmp_path, [*GOOD, line, GOOD[0]])
+    prompts = prompts_of(tmp_path, [*GOOD, line, GOOD[0]], on_bad_row="skip")
+    assert len(prompts) == 3
+    assert sum(prompts.skipped.values()) == 1
+    with pytest.raises(UserError, match=r"No row of the dataset can be used: 2 without a column"):
+        prompts_of(tmp_path, [{"a": 1}, {"a": 2}], on_bad_row="skip")
 
 
-def test_bytes_that_are_no_text_and_files_that_are_not_there(tmp_path):
-    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff"}\n')
-    with pytest.raises(UserError, match="line 1: byte 13 is not UTF-8"):
-        read_rows(str(tmp_path / "rows.jsonl"), required=(), bad_rows="refuse")
-    with pytest.raises(UserError, match="There is no dataset at"):
-        read_rows(str(tmp_path / "none.jsonl"), required=(), bad_rows="refuse")
-    with pytest.raises(UserError, match=r"no usable row \(2 without a column\)"):
-        table_of(tmp_path, [{"a": 1}, {"a": 2}], bad_rows="drop")
-
-
-def test_blank_lines_are_no_rows_and_line_numbers_count_them(tmp_path):
-    table = table_of(tmp_path, [GOOD[0], "", GOOD[1]])
-    assert [place.rpartition(" ")[2] for place in table.places] == ["1", "3"]
-
-
-def test_a_folder_that_datasets_saved(tmp_path):
-    saved = datasets.Dataset.from_list(GOOD)
-    saved.save_to_disk(tmp_path / "one")
-    table = read_rows(str(tmp_path / "one"), required=("prompt",), bad_rows="refuse")
-    assert [dict(row) for row in table.rows] == GOOD
-    datasets.DatasetDict({"train": saved, "test": saved}).save_to_disk(tmp_path / "both")
-    with pytest.raises(UserError, match=r"holds 2 splits, train, test: name one of them, as .*both/train"):
-        read_rows(str(tmp_path / "both"), required=(), bad_rows="refuse")
-    assert len(read_rows(str(tmp_path / "both" / "test"), required=(), bad_rows="refuse").rows) == 2
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="is not a folder that `datasets` has written"):
-        read_rows(str(tmp_path / "empty"), required=(), bad_rows="refuse")
+def test_prompts_from_parquet_and_from_a_function_are_the_same_conditions(tmp_path, monkeypatch):
+    datasets.Dataset.from_list(GOOD).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "my_rows.py").write_text(f"def rows():\n    return {GOOD!r}\n")
+    monkeypatch.chdir(tmp_path)
+    base = chat_config(tmp_path)
+    sources = [str(write_lines(tmp_path / "rows.jsonl", GOOD)), str(tmp_path / "rows.parquet"), "my_rows.py:rows"]
+    workloads = [build(replace(base, data=DataConfig(train=source)), CPU) for source in sources]
+    ids = [workload.components.training.group_ids.tolist() for workload in workloads]
+    assert ids[0] == ids[1] == ids[2]
+    with pytest.raises(UserError, match=r"data.train is empty. Name a .jsonl file"):
+        build(replace(base, data=DataConfig()), CPU)
 
 
 def test_text_goes_through_the_template_and_messages_too(tmp_path):
@@ -88,9 +70,9 @@ def test_text_goes_through_the_template_and_messages_too(tmp_path):
     said = [TOKENIZER.decode(list(ids)) for ids in prompts.ids]
     assert said[0] == "<system>be kind<end><user>hi<end><assistant>"
     assert said[1] == "<system>be kind<end><user>a<end><assistant>b<end><user>c<end><assistant>"
-    assert prompts.shown[0] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
+    assert prompts.reward_inputs[0] == [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hi"}]
     assert prompts.columns == {"answer": ["1", "2"]}
-    assert prompts.is_dialogue
+    assert prompts.is_chat
 
 
 def test_without_the_template_text_is_encoded_as_it_stands_and_ids_are_never_touched(tmp_path):
@@ -98,8 +80,8 @@ def test_without_the_template_text_is_encoded_as_it_stands_and_ids_are_never_tou
     prompts = prompts_of(tmp_path, rows, template="none")
     assert TOKENIZER.decode(list(prompts.ids[0])) == "hi"
     assert prompts.ids[1] == (5, 250, 5, 6)
-    assert prompts.shown == ["hi", [5, 250, 5, 6]]
-    assert not prompts.is_dialogue
+    assert prompts.reward_inputs == ["hi", [5, 250, 5, 6]]
+    assert not prompts.is_chat
 
 
 @pytest.mark.parametrize(
@@ -117,26 +99,26 @@ def test_without_the_template_text_is_encoded_as_it_stands_and_ids_are_never_tou
         ("x" * 200, r"has 203 tokens, and the model has 128 positions, of which sampling.max_new_tokens takes 16"),
     ],
 )
-def test_a_prompt_that_cannot_be_used_is_refused_or_dropped_and_never_cut(tmp_path, prompt, says):
+def test_a_prompt_that_cannot_be_used_is_refused_or_skipped_and_never_truncated(tmp_path, prompt, says):
     rows = [*GOOD, {"prompt": prompt, "answer": "3"}]
     with pytest.raises(UserError, match=says):
         prompts_of(tmp_path, rows)
-    kept = prompts_of(tmp_path, rows, bad_rows="drop")
+    kept = prompts_of(tmp_path, rows, on_bad_row="skip")
     assert len(kept) == 2
-    assert sum(kept.dropped.values()) == 1
+    assert sum(kept.skipped.values()) == 1
 
 
 def test_a_limit_of_ones_own_on_prompts(tmp_path):
-    with pytest.raises(UserError, match=r"has 7 tokens, and data\.longest_prompt is 6"):
-        prompts_of(tmp_path, GOOD, longest_prompt=6)
+    with pytest.raises(UserError, match=r"has 7 tokens, and data\.max_prompt_tokens is 6"):
+        prompts_of(tmp_path, GOOD, max_prompt_tokens=6)
     with pytest.raises(UserError, match=r"No row of the dataset can be used: 2 overlong prompt"):
-        prompts_of(tmp_path, GOOD, longest_prompt=6, bad_rows="drop")
+        prompts_of(tmp_path, GOOD, max_prompt_tokens=6, on_bad_row="skip")
 
 
 def test_a_right_answer_without_a_number_is_refused_for_the_numeric_reward(tmp_path):
     rows = [*GOOD, {"prompt": "three?", "answer": "three"}]
     with pytest.raises(UserError, match=r"line 3: column 'answer' is 'three', in which the reward 'numeric' finds no"):
-        prompts_of(tmp_path, rows, judge=JudgeConfig())
+        prompts_of(tmp_path, rows, rewards=ChatRewardsConfig())
 
 
 def test_a_group_is_its_content(tmp_path):
@@ -171,22 +153,22 @@ def test_a_tokenizer_without_a_stop_token_needs_one_named(tmp_path):
     assert own.components.sampling.stop_token_ids == (TOKENIZER.eos_token_id,)
 
 
-def test_dropped_rows_are_shown_before_training(tmp_path):
+def test_skipped_rows_are_shown_before_training(tmp_path):
     config = chat_config(tmp_path)
     write_lines(tmp_path / "some.jsonl", [*GOOD, "{", {"prompt": "", "answer": "1"}, *GOOD])
-    data = DataConfig(train=str(tmp_path / "some.jsonl"), held_out="", bad_rows="drop")
+    data = DataConfig(train=str(tmp_path / "some.jsonl"), held_out="", on_bad_row="skip")
     notes = build(replace(config, data=data), CPU).reporter.preflight_notes()
-    assert "training rows dropped: 1 broken line, 1 empty prompt; 4 are left" in notes
+    assert "training rows skipped: 1 broken line, 1 empty prompt; 4 are left" in notes
     assert "a completion ends with '<end>', or after 6 tokens" in notes
 
 
 def test_other_questions_to_evaluate_on_than_to_train_on_are_pointed_out(tmp_path):
-    own = replace(chat_config(tmp_path).data, held_out="arithmetic")
+    own = replace(chat_config(tmp_path).data, held_out="groupwise.workloads.chat.tasks.arithmetic.task:held_out_rows")
     notes = build(
         chat_config(tmp_path, data=own, sampling=SamplingParams(max_new_tokens=6)), CPU
     ).reporter.preflight_notes()
-    assert any("evaluation uses the embedded sums" in note for note in notes)
-    assert not any("embedded sums" in note for note in build(chat_config(tmp_path), CPU).reporter.preflight_notes())
+    assert any("evaluation uses the prompts of groupwise.workloads.chat.tasks.arithmetic" in note for note in notes)
+    assert not any("evaluation uses" in note for note in build(chat_config(tmp_path), CPU).reporter.preflight_notes())
 
 
 def test_a_model_without_a_tokenizer(tmp_path):

@@ -17,7 +17,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.placement import RolloutRows
 from groupwise.training.config import differing_fields, to_dict
 from groupwise.training.run_folder import read_jsonl
-from groupwise.workloads.chat.config import ChatEvalConfig, JudgeConfig, PolicyConfig, SamplingParams
+from groupwise.workloads.chat.config import ChatEvalConfig, ChatRewardsConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
@@ -98,7 +98,7 @@ def test_rewards_receive_the_dialogue_the_columns_and_the_ids(folder, monkeypatc
         return [0.0] * len(completions)
 
     monkeypatch.setattr(sys.modules["tiny.chat"], "record", record, raising=False)
-    workload = chat_config(folder, judge=JudgeConfig(functions=("tiny.chat:record",))).build(CPU)
+    workload = chat_config(folder, rewards=ChatRewardsConfig(functions=("tiny.chat:record",))).build(CPU)
     rollouts = workload.rollout(rows_of(2, 2))
     assert list(workload.rewards(rollouts).per_rollout) == ["record"]
     assert received["prompts"][2] == [{"role": "user", "content": "say 1"}]
@@ -242,8 +242,8 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
             pass
 
     monkeypatch.setattr(sys.modules["tiny.chat"], "hangs", hangs, raising=False)
-    judge = JudgeConfig(functions=("tiny.chat:early_letters", "tiny.chat:hangs"), seconds=0.2)
-    config = recipe(folder, judge=judge, data=replace(chat_config(folder).data, held_out=""))
+    rewards = ChatRewardsConfig(functions=("tiny.chat:early_letters", "tiny.chat:hangs"), timeout_s=0.2)
+    config = recipe(folder, rewards=rewards, data=replace(chat_config(folder).data, held_out=""))
     with pytest.raises(
         UserError, match=r"32 of 32 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
     ):

@@ -78,7 +78,7 @@ def recipe() -> gw.Config:
         conditions_per_step=8,
         group_size=8,
         rows_per_pass=32,
-        reward=gw.RewardConfig(weights={"cost": 0.0}),
+        reward=gw.RewardConfig(weights={"compute_cost": 0.0}),
         advantage=gw.AdvantageConfig(kind="centered"),
         optimizer=gw.OptimizerConfig(learning_rate=3e-3),
     )

@@ -18,6 +18,7 @@ import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.latency.machine import current_machine
 from groupwise.latency.meter import find_model_parts
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
@@ -45,7 +46,7 @@ def recipe(folder: Path) -> gw.Config:
         questions=folder / "data" / "questions.json",
         annotations=folder / "data" / "annotations.json",
         dtype="float32",
-        accuracy="vqa",
+        rewards=RewardFunctionsConfig(functions=("vqa",)),
         held_out_share=0.3,
         estimator="counted",
         max_new_tokens=3,
@@ -57,7 +58,7 @@ def recipe(folder: Path) -> gw.Config:
         steps=3,
         conditions_per_step=4,
         rows_per_pass=32,
-        reward=gw.RewardConfig(weights={"cost": -20.0}),
+        reward=gw.RewardConfig(weights={"compute_cost": -20.0}),
         optimizer=gw.OptimizerConfig(learning_rate=1e-3, ema_decay=0.5),
         run=gw.RunConfig(run_dir=folder / "run", preflight=False),
     )
@@ -233,7 +234,7 @@ def test_recalibrated_it_knows_the_pace_of_now(folder, adaptive):
     assert measured_ms / 3 < replies[0].expected.total_ms < 3 * measured_ms
     with pytest.raises(UserError, match="answers is 5: it must be at least 40"):
         own.recalibrate(5)
-    with pytest.raises(UserError, match="by CountedWork, which knows no machine"):
+    with pytest.raises(UserError, match="by ProportionalEstimator, which knows no machine"):
         adaptive.recalibrate()
 
 

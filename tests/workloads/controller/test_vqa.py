@@ -12,8 +12,10 @@ from processes import groupwise
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
+from groupwise.data.rows import RowFilter
 from groupwise.latency.machine import current_machine
 from groupwise.recipes import load_recipe
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.latency.source import load_estimator
 from groupwise.workloads.controller.model.inputs import sample_from
 from groupwise.workloads.controller.model.load import load_model
@@ -25,6 +27,8 @@ from workloads.controller.tiny_folders import save_llava
 from workloads.controller.tiny_vqa import QUESTIONS_PER_IMAGE, file_name, write, write_lines, write_vqa
 
 CPU = torch.device("cpu")
+VQA = RewardFunctionsConfig(functions=("vqa",))
+REFUSE = RowFilter("refuse", "--workload.on-bad-row")
 IMAGES = 12
 
 
@@ -42,19 +46,19 @@ def data(tmp_path):
 
 def config(model, paths, **changed):
     settings = {"dtype": "float32", "held_out_share": 0.3, "estimator": "counted", "max_new_tokens": 2, **changed}
-    return VqaConfig(model=str(model), accuracy="vqa", **paths, **settings)
+    return VqaConfig(model=str(model), rewards=VQA, **paths, **settings)
 
 
 def test_both_formats_hold_the_same(tmp_path):
-    two = read_entries(*write_vqa(tmp_path / "two", 3).values(), image_name=VqaConfig.image_name)
+    two = read_entries(*write_vqa(tmp_path / "two", 3).values(), image_name=VqaConfig.image_name, row_filter=REFUSE)
     lines = write_lines(tmp_path / "one", 3)
-    one = read_entries(lines["questions"], None, lines["images"], "")
+    one = read_entries(lines["questions"], None, lines["images"], "", REFUSE)
     assert [(each.question, each.answers, each.image.name) for each in one] == [
         (each.question, each.answers, each.image.name) for each in two
     ]
-    assert (two[3].place, two[3].image_id, two[3].image.name) == ("question 101001", "101", file_name(101))
+    assert (two[3].source, two[3].image_id, two[3].image.name) == ("question 101001", "101", file_name(101))
     assert two[3].answers == ("word1",) * 6 + ("word2",) * 4
-    assert one[3].place == "line 4"
+    assert one[3].source == "line 4"
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=1, max_size=60), st.floats(0, 0.5), st.floats(0, 0.4), st.integers(0, 9))
@@ -65,12 +69,12 @@ def test_no_image_is_in_two_parts_and_each_stays_when_others_leave(images, held_
 
     def parts(some):
         return {
-            part: [each.place for each in select_split(some, part, held_out=held_out, test=test, seed=seed)]
+            part: [each.source for each in select_split(some, part, held_out=held_out, test=test, seed=seed)]
             for part in ("train", "choose", "test")
         }
 
     found = parts(entries)
-    assert sorted(place for places in found.values() for place in places) == sorted(each.place for each in entries)
+    assert sorted(place for places in found.values() for place in places) == sorted(each.source for each in entries)
     seen = [{place.split()[0] for place in places} for places in found.values()]
     assert sum(map(len, seen)) == len(images)
     fewer = parts(entries[: len(entries) // 2])
@@ -136,20 +140,29 @@ def test_what_is_missing_is_refused_by_name_or_skipped_and_told(model, data, kin
     spoil(data, kind)
     with pytest.raises(UserError, match=named):
         config(model, data, **shares).task(CPU)
-    task = config(model, data, on_missing="skip", **shares).task(CPU)
+    task = config(model, data, on_bad_row="skip", **shares).task(CPU)
     asked = [len(each.questions) + len(each.held_out) for each in (whole, task)]
     assert asked == [24, 24 - left_out]
     assert any(f"{left_out} of 24 questions cannot be used" in note for note in task.notes)
 
 
-def test_bad_files_are_told_with_the_place(model, data, tmp_path):
+def test_broken_lines_are_skipped_and_reported(model, tmp_path):
+    lines = write_lines(tmp_path / "lines", IMAGES)
+    with lines["questions"].open("a") as file:
+        file.write('{"image": \n')
+    task = config(model, lines, on_bad_row="skip", held_out_share=0.6, test_share=0.0).task(CPU)
+    assert len(task.questions) + len(task.held_out) == 24
+    assert any("1 of 25 questions cannot be used" in note and "line 25: it is not JSON" in note for note in task.notes)
+
+
+def test_bad_files_are_reported_with_the_line(model, data, tmp_path):
     lines = tmp_path / "lines.jsonl"
     for content, told in (
-        ("{", r"line 1 of .*lines.jsonl is not JSON"),
-        ('\n{"image": "a.jpg"}', r"line 2 of .*lines.jsonl has no 'question'"),
-        ('{"image": "a.jpg", "question": " "}', r"line 1 of .* asks ' '"),
-        ('{"image": "a.jpg", "question": "what", "answers": "yes"}', r"line 1 .*answers a list of texts"),
-        ("", "holds no questions"),
+        ("{", r"lines.jsonl, line 1: it is not JSON"),
+        ('\n{"image": "a.jpg"}', r"lines.jsonl, line 2: it has no column 'question'"),
+        ('{"image": "a.jpg", "question": " "}', r"line 1: its question is ' '"),
+        ('{"image": "a.jpg", "question": "what", "answers": "yes"}', r"line 1: .*answers a list of texts"),
+        ("", "holds no usable row"),
     ):
         lines.write_text(content)
         with pytest.raises(UserError, match=told):
@@ -197,7 +210,7 @@ def test_the_recipe_checks_and_trains_from_the_command_line(model, data, tmp_pat
     words += ["--workload.max-new-tokens", 2, "--conditions-per-step", 4, "--rows-per-pass", 16]
     checked = groupwise("check", *words, "--json")
     assert checked.returncode == 0, checked.stderr
-    details = [each["detail"] for each in json.loads(checked.stdout)["checks"] if each["name"] == "to know"]
+    details = [each["detail"] for each in json.loads(checked.stdout)["checks"] if each["name"] == "note"]
     assert details[1] == "12 questions about 6 images to train on, 10 about 5 others held out"
     assert "holds no importance.json" in details[2]
     trained = groupwise("train", *words, "--steps", 2, "--run-dir", tmp_path / "run", "--no-preflight", "--json")

@@ -25,7 +25,7 @@ from workloads.controller.tiny import OPTIONS
 
 CPU = torch.device("cpu")
 GOLDEN = TESTS / "golden" / "controller.json"
-ACCURACY_ALONE = {"cost": 0.0}
+ACCURACY_ALONE = {"compute_cost": 0.0}
 
 
 def built(**budget):
@@ -90,10 +90,10 @@ def test_the_penalty_offers_everything_and_prices_the_overrun():
     assert free.training.fits(torch.arange(8)).all()
     rollouts = free.rollout(rows_of(8, 8))
     terms = free.rewards(rollouts)
-    assert list(terms.per_rollout) == ["accuracy", "late", "overrun", "saving", "cost"]
+    assert list(terms.per_rollout) == ["accuracy", "late_penalty", "overrun_penalty", "time_saved", "compute_cost"]
     for row, knobs in enumerate(choices_to_knobs(OPTIONS, rollouts.data["choices"])):
         ratio = LinearCost().one(knobs).total_ms / 80.5
-        assert terms.per_rollout["overrun"][row].item() == pytest.approx(-10 * max(0, ratio - 1) ** 2)
+        assert terms.per_rollout["overrun_penalty"][row].item() == pytest.approx(-10 * max(0, ratio - 1) ** 2)
     assert free.held_out.over_budget(torch.arange(4), torch.full((4, 4), 2)).all()
 
 

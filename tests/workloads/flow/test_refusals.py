@@ -7,20 +7,22 @@ import pytest
 import torch
 
 import groupwise as gw
+from groupwise.data.rows import RowFilter
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.data import read_clip, read_conditions
 from groupwise.workloads.flow.tasks.pipelines import Sd3Config
 from workloads.flow.small import CPU
 from workloads.flow.tiny_folders import clip_file
-from workloads.flow.tiny_pipelines import recam
+from workloads.flow.tiny_pipelines import WARMTH, recam
 
 BAD = [
     ({"frames": 6}, "workload.frames is 6.*Take 5 or 9"),
     ({"frames": 9}, "has 5 frames .* it needs 9"),
     ({"height": 20}, "workload.height is 20.*Take 16 or 24"),
     ({"height": 24}, "height is 3, which the transformer's patches of 2 do not divide.*2 or 4"),
-    ({"rewards": ()}, "nothing to learn from"),
+    ({"rewards": RewardFunctionsConfig()}, "nothing to learn from"),
     ({"data": None}, "workload.data is not given"),
     ({"train": TrainConfig(lora_targets=("nothing",))}, "no layer of WanTransformer3DModel"),
 ]
@@ -38,26 +40,37 @@ def test_other_folders_are_refused(wan, data, tmp_path):
     with pytest.raises(
         gw.UserError, match="holds a WanPipeline, but this model is loaded from a StableDiffusion3Pipeline"
     ):
-        Sd3Config(pipeline=wan, data=data, rewards=("w=workloads.flow.small:warmth",)).build(CPU)
+        Sd3Config(pipeline=wan, data=data, rewards=WARMTH).build(CPU)
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
         ("{", "is not JSON"),
-        ('{"video": "clip.npy"}', "has no prompt"),
-        ('{"prompt": "", "video": "nowhere.gif"}', "There is no video"),
+        ('{"video": "clip.npy"}', r"lines.jsonl, line 1: it has no column 'prompt'"),
+        ('{"prompt": 3}', "its prompt is int: it must be a text"),
+        ('{"prompt": "", "video": "nowhere.gif"}', "there is no video"),
         ('{"prompt": "", "video": "clip.mp4"}', r"clip\.mp4 cannot be read .*ffmpeg -i clip\.mp4 clip/%05d\.png"),
         ('{"prompt": "", "camera": "nowhere.npy"}', "cannot be read"),
         ('{"prompt": "", "camera": [[1, 2], [3]]}', "cannot be read"),
-        ("", "holds no condition"),
+        ("", "holds no usable row"),
     ],
 )
 def test_lines_that_are_no_conditions_are_refused(tmp_path, line, said):
     (tmp_path / "lines.jsonl").write_text(line + "\n")
     (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x20ftypisom")
     with pytest.raises(gw.UserError, match=said):
-        read_conditions(tmp_path / "lines.jsonl")
+        read_conditions(str(tmp_path / "lines.jsonl"), RowFilter("refuse", "--workload.on-bad-row"))
+
+
+def test_bad_rows_are_skipped_and_counted(wan, data):
+    lines = data.with_name("lines.jsonl")
+    lines.write_text(data.read_text() + '{"prompt": "", "video": "nowhere.gif"}\n{\n')
+    with pytest.raises(gw.UserError, match=r"line 6: it is not JSON .*set --workload.on-bad-row to 'skip'"):
+        recam(wan, lines).build(CPU)
+    workload = recam(wan, lines, on_bad_row="skip").build(CPU)
+    assert workload.num_conditions == 4
+    assert "rows of data skipped: 1 broken line, 1 without a video; 4 are left" in workload.reporter.preflight_notes()
 
 
 def test_cameras_of_the_wrong_length_or_with_nan_are_refused(wan, data, tmp_path):

@@ -6,25 +6,23 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
 from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
-from groupwise.data.rows import Records, read_rows
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, PolicyConfig
+from groupwise.data.rows import RowFilter, read_rows
+from groupwise.workloads.chat.config import ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
-from groupwise.workloads.chat.rewards import required_columns, reward_functions
-from groupwise.workloads.chat.tasks.arithmetic.task import MODEL_FOLDER, held_out_rows, train_rows
+from groupwise.workloads.chat.rewards import reward_functions
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
 from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.lora import merge_lora
 
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
@@ -32,28 +30,21 @@ def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
     policy = base_policy(config, device)
     tokenizer = load_tokenizer(config)
     sampling = replace(config.sampling, stop_token_ids=stop_token_ids(config, tokenizer, policy))
-    functions = reward_functions(config.judge, max_new_tokens=sampling.max_new_tokens)
+    functions = reward_functions(config.rewards, max_new_tokens=sampling.max_new_tokens)
     limits = PromptLimits(policy.max_positions, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
-    training = _prompts(config.data.train, train_rows, tokenizer, config, limits)
-    held_out = None
-    if config.data.held_out:
-        held_out = _prompts(config.data.held_out, held_out_rows, tokenizer, config, limits)
+    training = _load_prompts("train", tokenizer, config, limits)
+    held_out = _load_prompts("held_out", tokenizer, config, limits) if config.data.held_out else None
     return ChatWorkload(ChatComponents(policy, tokenizer, training, held_out, functions, sampling), config)
 
 
 def base_policy(config: ChatConfig, device: torch.device) -> LanguageModelPolicy:
     """The policy as it is before training."""
-    return load_policy(replace(config.policy, model=model_folder(config)), device)
-
-
-def model_folder(config: ChatConfig) -> str:
-    """Folder or hub name of model and tokenizer."""
-    return str(MODEL_FOLDER) if config.policy.model == EMBEDDED else config.policy.model
+    return load_policy(config.policy, device)
 
 
 def load_tokenizer(config: ChatConfig) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(model_folder(config))
+        return transformers.AutoTokenizer.from_pretrained(config.policy.folder_or_name)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"policy.model is {config.policy.model!r}, whose tokenizer cannot be loaded:"
@@ -85,23 +76,12 @@ def stop_token_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPoli
     return tuple(sorted(stop_ids))
 
 
-def _prompts(
-    source: str,
-    embedded_rows: Callable[[], list[dict[str, object]]],
-    tokenizer: Any,
-    config: ChatConfig,
-    limits: PromptLimits,
+def _load_prompts(
+    name: Literal["train", "held_out"], tokenizer: Any, config: ChatConfig, limits: PromptLimits
 ) -> PromptSet:
-    if source == EMBEDDED:
-        rows = [
-            {config.data.prompt_column: row["prompt"], config.judge.answer_column: row["answer"]}
-            for row in embedded_rows()
-        ]
-        table = Records(rows, [f"{EMBEDDED} question {index}" for index in range(len(rows))], dropped=Counter())
-    else:
-        required = (config.data.prompt_column, *required_columns(config.judge))
-        table = read_rows(source, required=required, bad_rows=config.data.bad_rows)
-    return make_prompt_set(table, tokenizer, config.data, config.judge, limits)
+    row_filter = RowFilter(config.data.on_bad_row, "--workload.data.on-bad-row")
+    records = read_rows(getattr(config.data, name), row_filter, setting=f"data.{name}")
+    return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
 def export(run: Path | str, folder: Path | str) -> Path:
@@ -113,8 +93,9 @@ def export(run: Path | str, folder: Path | str) -> Path:
     config = ChatConfig(policy=_policy_config(run))
     policy = base_policy(config, torch.device("cpu"))
     _load_weights(policy, checkpoint)
-    model = policy.model if config.policy.lora_rank is None else policy.model.merge_and_unload()
-    model.save_pretrained(folder)
+    if config.policy.lora_rank is not None:
+        merge_lora(policy.model)
+    policy.model.save_pretrained(folder)
     load_tokenizer(config).save_pretrained(folder)
     return folder
 

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require, require_types
+from groupwise.core.imports import resolve_folder
+from groupwise.data.rows import OnBadRow
 from groupwise.memory.architecture import read_architecture
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.base import WorkloadConfig
 
 if TYPE_CHECKING:
@@ -33,7 +36,8 @@ class PolicyConfig:
     """Which language model is trained, and how."""
 
     model: str = ""
-    """Folder of a transformers causal language model, or its name on the hub."""
+    """Folder of a transformers causal language model, its name on the hub, or package:folder for one that is shipped in
+    a Python package."""
     lora_rank: int | None = None
     """Rank of a LoRA adapter (PEFT). Only the adapter is trained; None trains all weights."""
     lora_alpha: float = 32.0
@@ -59,6 +63,11 @@ class PolicyConfig:
         require(0 < self.lora_alpha < math.inf, "policy.lora_alpha", self.lora_alpha, "above 0")
         can_disable = self.reference != "adapter" or self.lora_rank is not None
         require(can_disable, "policy.reference", self.reference, "'copy' or 'none' where policy.lora_rank is None")
+
+    @property
+    def folder_or_name(self) -> str:
+        """Where model and tokenizer are loaded from."""
+        return resolve_folder(self.model, "policy.model")
 
 
 @dataclass(frozen=True)
@@ -94,59 +103,54 @@ class SamplingParams:
 
 
 PLANNED_PROMPT = 512
-"""Tokens of the longest prompt that a memory plan assumes where data.longest_prompt is not set."""
-EMBEDDED = "arithmetic"
-"""Name of the embedded model, and of its questions."""
+"""Tokens of the longest prompt that a memory plan assumes where data.max_prompt_tokens is not set."""
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the prompts come from, and what is done with those that cannot be used."""
+    """Where the prompts come from, and what happens to rows that cannot be used."""
 
-    train: str = EMBEDDED
-    """Prompts to train on: a JSONL file, a folder that `datasets` saved, or 'arithmetic', which is embedded."""
-    held_out: str = EMBEDDED
-    """Prompts to evaluate on, of the same forms; empty for none."""
+    train: str = ""
+    """Prompts to train on: a .jsonl or .parquet file, a folder that `datasets` saved, or module:function, which returns
+    the rows."""
+    held_out: str = ""
+    """Prompts to evaluate on, in the same forms; empty for none."""
     prompt_column: str = "prompt"
     """Column with the prompt: a text, a list of messages, or a list of token ids, which are used as they are."""
     system: str = ""
     """System message put before every prompt that is text or messages; empty for none."""
     template: Literal["chat", "none"] = "chat"
     """chat: the tokenizer's chat template (a text is what the user says). none: a text is encoded as it stands."""
-    longest_prompt: int | None = None
+    max_prompt_tokens: int | None = None
     """Most tokens of a prompt; None for what the model allows besides sampling.max_new_tokens."""
-    bad_rows: Literal["refuse", "drop"] = "refuse"
-    """A broken line, a missing column, an empty or overlong prompt: refuse the dataset, naming the first one, or drop
-    such rows, counted and shown before training. Nothing is ever cut short."""
+    on_bad_row: OnBadRow = "refuse"
+    """A broken line, a missing column, an empty or overlong prompt: refuse the dataset, naming the first one, or skip
+    such rows, counted and shown before training. Prompts are never truncated."""
 
     def __post_init__(self) -> None:
         require_types(self, "data.")
-        require(bool(self.train), "data.train", repr(self.train), "a JSONL file, a datasets folder, or 'arithmetic'")
-        longest = self.longest_prompt
-        require(longest is None or longest >= 1, "data.longest_prompt", longest, "1 or more, or None")
+        tokens = self.max_prompt_tokens
+        require(tokens is None or tokens >= 1, "data.max_prompt_tokens", tokens, "1 or more, or None")
 
 
 @dataclass(frozen=True)
-class JudgeConfig:
-    """Which rewards are asked. Their weights are set with --reward.weights NAME WEIGHT."""
+class ChatRewardsConfig(RewardFunctionsConfig):
+    """Reward functions of completions. Their weights are set with --reward.weights NAME WEIGHT."""
 
     functions: tuple[str, ...] = ("numeric",)
-    """numeric (the number after #### or in a \\boxed{}), exact, regex, length, or functions of your own as
-    module:function with TRL's signature, sync or async."""
+    """numeric (the number after #### or in a \\boxed{}), exact, regex, length; name=module:function or
+    name=file.py:function with TRL's signature, sync or async; name=http(s)://host/path for a service."""
     answer_column: str = "answer"
     """Column with the right answer, for numeric and exact."""
-    pattern: str = ""
-    """What regex looks for in a completion: 1 where it is found, 0 where not."""
-    longest: int | None = None
+    regex: str = ""
+    """What regex searches for in a completion: 1 where it matches, 0 where not."""
+    max_length: int | None = None
     """For length: 1 up to half as many tokens, falling to 0 at this many. None takes sampling.max_new_tokens."""
-    seconds: float = 60.0
-    """Time limit of one call for one step's rows. Rewards that are not there by then are missing, not zero."""
 
     def __post_init__(self) -> None:
-        require_types(self, "judge.")
-        require(bool(self.functions), "judge.functions", self.functions, "at least one name")
-        require(self.longest is None or self.longest >= 2, "judge.longest", self.longest, "2 or more, or None")
-        require(self.seconds > 0, "judge.seconds", self.seconds, "above 0")
+        super().__post_init__()
+        length = self.max_length
+        require(length is None or length >= 2, "workload.rewards.max_length", length, "2 or more, or None")
 
 
 @dataclass(frozen=True)
@@ -178,11 +182,10 @@ class ChatEvalConfig:
 class ChatConfig(WorkloadConfig):
     """GRPO for a language model: prompts, completions, rewards."""
 
-    policy: PolicyConfig = field(default_factory=lambda: PolicyConfig(model=EMBEDDED))
-    """policy.model 'arithmetic' is the embedded one."""
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     data: DataConfig = field(default_factory=DataConfig)
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    rewards: ChatRewardsConfig = field(default_factory=ChatRewardsConfig)
     eval: ChatEvalConfig = field(default_factory=ChatEvalConfig)
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a completion besides the tokenizer's end-of-sequence token and the model's own list."""
@@ -226,7 +229,7 @@ class ChatConfig(WorkloadConfig):
         room = (model.longest or 2048) - self.sampling.max_new_tokens
         return ChatMemory(
             model,
-            prompt_tokens=self.data.longest_prompt or max(1, min(room, PLANNED_PROMPT)),
+            prompt_tokens=self.data.max_prompt_tokens or max(1, min(room, PLANNED_PROMPT)),
             completion_tokens=self.sampling.max_new_tokens,
             decode_rows=self.decode_rows,
             lora_rank=self.policy.lora_rank,
@@ -249,9 +252,7 @@ class ChatConfig(WorkloadConfig):
     @property
     def _folder(self) -> Path:
         """Where the model's config.json is. A name on the hub has one only when it has been fetched."""
-        if self.policy.model == EMBEDDED:
-            return Path(__file__).parent / "tasks" / "arithmetic" / "asset"
-        folder = Path(self.policy.model)
+        folder = Path(self.policy.folder_or_name)
         if not (folder / "config.json").is_file():
             raise UserError(
                 f"policy.model is {self.policy.model!r}, which is no folder with a config.json here: a plan needs the"

@@ -1,4 +1,4 @@
-"""Rows of a dataset as prompts: token ids made once, by the tokenizer's template, and a group id from all content."""
+"""Rows of a dataset as prompts: chat template, token ids, group ids, length checks."""
 
 from __future__ import annotations
 
@@ -14,95 +14,112 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
-from groupwise.data.rows import BadRowError, Record, Records, RowFilter, format_counts
-from groupwise.workloads.chat.config import DataConfig, JudgeConfig
-from groupwise.workloads.chat.rewards import check_answer
+from groupwise.data.rows import BadRow, Record, Records, RowFilter, format_counts, require_columns
+from groupwise.workloads.chat.config import ChatConfig, DataConfig
+from groupwise.workloads.chat.rewards import check_answer, required_columns
 
 _RESERVED_COLUMNS = ("prompts", "completions", "completion_ids")
+_COLUMN_SETTINGS = "data.prompt_column and rewards.answer_column name the columns."
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """What completions are asked for."""
+    """Prompts to complete."""
 
     ids: list[tuple[int, ...]]
-    shown: list[Any]
+    reward_inputs: list[Any]
     """What rewards receive as `prompts`: messages, a text or token ids."""
     columns: Mapping[str, list[Any]]
     """All other columns, for rewards."""
     group_ids: Int64[Tensor, " prompts"]
-    dropped: Counter[str]
+    skipped: Counter[str]
+    """How many rows were skipped, by reason."""
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
-    def is_dialogue(self) -> bool:
-        return isinstance(self.shown[0], list) and isinstance(self.shown[0][0], Mapping)
+    def is_chat(self) -> bool:
+        return isinstance(self.reward_inputs[0], list) and isinstance(self.reward_inputs[0][0], Mapping)
 
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a model can take."""
+    """What a model accepts."""
 
-    longest: int | None
+    max_positions: int | None
     """Tokens of a prompt and its completion together."""
     max_new_tokens: int
     vocabulary: int
 
-    def most(self, config: DataConfig) -> int | None:
+    def max_prompt_tokens(self, config: DataConfig) -> int | None:
         """Tokens that a prompt may have."""
-        room = None if self.longest is None else self.longest - self.max_new_tokens
-        return min((most for most in (room, config.longest_prompt) if most is not None), default=None)
+        left = None if self.max_positions is None else self.max_positions - self.max_new_tokens
+        return min((limit for limit in (left, config.max_prompt_tokens) if limit is not None), default=None)
 
 
 def make_prompt_set(
-    table: Records, tokenizer: Any, config: DataConfig, judge: JudgeConfig, limits: PromptLimits
+    records: Records, row_filter: RowFilter, tokenizer: Any, config: ChatConfig, limits: PromptLimits
 ) -> PromptSet:
-    """Every usable row as a prompt. One that is too long is refused or dropped, never cut."""
-    sieve, kept, ids, shown = RowFilter(config.bad_rows), [], [], []
-    for row, place in zip(table.rows, table.places, strict=True):
+    """Every usable row as a prompt. One that is too long is refused or skipped, never truncated."""
+    rows: list[Record] = []
+    ids: list[tuple[int, ...]] = []
+    prompts = []
+    for row, source in zip(records.rows, records.sources, strict=True):
         try:
-            check_answer(row, judge)
-            prompt = _normalize_prompt(row[config.prompt_column], config)
-            tokens = _encode(prompt, tokenizer, config)
-            _check_tokens(tokens, limits, config)
-        except BadRowError as bad:
-            sieve.drop(place, bad)
+            _check_columns(row, rows[0] if rows else row, config)
+            check_answer(row, config.rewards)
+            prompt = _normalize_prompt(row[config.data.prompt_column], config.data)
+            tokens = _encode(prompt, tokenizer, config.data)
+            _check_tokens(tokens, limits, config.data)
+        except BadRow as bad:
+            row_filter.reject(source, bad)
             continue
-        kept.append(row)
+        rows.append(row)
         ids.append(tokens)
-        shown.append(prompt)
-    if not kept:
-        raise UserError(f"No row of the dataset can be used: {format_counts(sieve.dropped)}. See data.bad_rows.")
-    names = [name for name in kept[0] if name != config.prompt_column]
+        prompts.append(prompt)
+    if not rows:
+        raise UserError(f"No row of the dataset can be used: {format_counts(row_filter.skipped)}. See data.on_bad_row.")
+    names = [name for name in rows[0] if name != config.data.prompt_column]
     for name in set(names) & set(_RESERVED_COLUMNS):
-        raise UserError(f"The dataset has a column '{name}', which rewards receive something else under. Rename it.")
+        raise UserError(f"The dataset has a column '{name}', a name under which rewards get something else. Rename it.")
     return PromptSet(
         ids,
-        shown,
-        {name: [row[name] for row in kept] for name in names},
-        torch.tensor([_group_id(nth, tokens, row) for nth, (tokens, row) in enumerate(zip(ids, kept, strict=True))]),
-        table.dropped + sieve.dropped,
+        prompts,
+        {name: [row[name] for row in rows] for name in names},
+        torch.tensor([_group_id(index, *content) for index, content in enumerate(zip(ids, rows, strict=True))]),
+        row_filter.skipped,
     )
 
 
-def _group_id(nth: int, tokens: tuple[int, ...], row: Record) -> int:
-    """From the tokens and all columns: equal prompts with other right answers are other conditions."""
-    return group_id(nth, json.dumps(tokens), json.dumps(row, sort_keys=True, default=str))
+def _check_columns(row: Record, first: Record, config: ChatConfig) -> None:
+    require_columns(row, (config.data.prompt_column, *required_columns(config.rewards)), _COLUMN_SETTINGS)
+    if set(row) != set(first):
+        name = sorted(set(row) ^ set(first))[0]
+        raise BadRow(
+            "with other columns",
+            f"column '{name}' is {'missing here' if name in first else 'not in the rows before'}: all rows must have"
+            " the same ones, because rewards receive them as lists.",
+        )
+
+
+def _group_id(index: int, tokens: tuple[int, ...], row: Record) -> int:
+    """From the tokens and all columns: equal prompts with different answers are different conditions."""
+    return group_id(index, json.dumps(tokens), json.dumps(row, sort_keys=True, default=str))
 
 
 def _normalize_prompt(content: Any, config: DataConfig) -> Any:
-    """Token ids and untemplated text stay as they are; all else becomes messages."""
+    """Token ids, and text without a template, stay as they are; all else becomes messages."""
     if isinstance(content, str):
         if not content.strip():
-            raise BadRowError("empty prompt", f"column '{config.prompt_column}' is empty.")
+            raise BadRow("empty prompt", f"column '{config.prompt_column}' is empty.")
         return content if config.template == "none" else [*_system(config), {"role": "user", "content": content}]
     if not isinstance(content, list | tuple) or not content:
-        told = "is empty" if isinstance(content, list | tuple) else f"holds {type(content).__name__}"
-        raise BadRowError(
+        problem = "is empty" if isinstance(content, list | tuple) else f"holds {type(content).__name__}"
+        raise BadRow(
             "empty prompt" if isinstance(content, list | tuple) else "prompt of another type",
-            f"column '{config.prompt_column}' {told}: a prompt is a text, a list of messages or a list of token ids.",
+            f"column '{config.prompt_column}' {problem}: a prompt is a text, a list of messages or a list of token"
+            " ids.",
         )
     if all(isinstance(token, int) and not isinstance(token, bool) for token in content):
         return list(content)
@@ -111,15 +128,15 @@ def _normalize_prompt(content: Any, config: DataConfig) -> Any:
 
 def _messages(content: list[Any], config: DataConfig) -> list[dict[str, str]]:
     if not all(isinstance(message, Mapping) and {"role", "content"} <= set(message) for message in content):
-        raise BadRowError(
+        raise BadRow(
             "prompt of another type",
             f"column '{config.prompt_column}' is a list whose entries are neither all token ids nor all messages with"
             " 'role' and 'content'.",
         )
     if content[-1]["role"] == "assistant":
-        raise BadRowError("ends in a reply", "its last message is the assistant's, so nothing is left to say.")
+        raise BadRow("ends in a reply", "its last message is the assistant's, so there is nothing to complete.")
     if not any(str(message["content"]).strip() for message in content):
-        raise BadRowError("empty prompt", "all of its messages are empty.")
+        raise BadRow("empty prompt", "all of its messages are empty.")
     return [*_system(config), *({key: message[key] for key in message} for message in content)]
 
 
@@ -142,19 +159,19 @@ def _encode(prompt: Any, tokenizer: Any, config: DataConfig) -> tuple[int, ...]:
 
 def _check_tokens(tokens: tuple[int, ...], limits: PromptLimits, config: DataConfig) -> None:
     if not tokens:
-        raise BadRowError("empty prompt", "its prompt has no tokens.")
+        raise BadRow("empty prompt", "its prompt has no tokens.")
     if not 0 <= min(tokens) <= max(tokens) < limits.vocabulary:
-        raise BadRowError(
+        raise BadRow(
             "unknown token",
             f"its prompt holds token {max(tokens)} and the model has a vocabulary of {limits.vocabulary}: model and"
             " tokenizer do not belong together.",
         )
-    most = limits.most(config)
-    if most is not None and len(tokens) > most:
+    limit = limits.max_prompt_tokens(config)
+    if limit is not None and len(tokens) > limit:
         allowed = (
-            f"data.longest_prompt is {config.longest_prompt}"
-            if most == config.longest_prompt
-            else f"the model has {limits.longest} positions, of which sampling.max_new_tokens takes"
+            f"data.max_prompt_tokens is {config.max_prompt_tokens}"
+            if limit == config.max_prompt_tokens
+            else f"the model has {limits.max_positions} positions, of which sampling.max_new_tokens takes"
             f" {limits.max_new_tokens}"
         )
-        raise BadRowError("overlong prompt", f"its prompt has {len(tokens)} tokens, and {allowed}.")
+        raise BadRow("overlong prompt", f"its prompt has {len(tokens)} tokens, and {allowed}.")

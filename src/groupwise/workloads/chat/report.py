@@ -15,7 +15,7 @@ from torch import Tensor
 from groupwise.core.types import Rollouts
 from groupwise.data.rows import format_counts
 from groupwise.workloads.base import EvaluationReport, Reporter, ReportTable
-from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, SamplingParams
+from groupwise.workloads.chat.config import ChatConfig, SamplingParams
 from groupwise.workloads.chat.engine.sampler import Completion
 from groupwise.workloads.chat.evaluate import GradedSamples, sample_and_grade
 
@@ -46,7 +46,7 @@ class ChatReporter(Reporter):
     def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         completions: list[Completion] = rollouts.data["completion"]
         conditions, prompts = rollouts.data["condition"].tolist(), self._workload.components.training
-        answers = prompts.columns.get(self._workload.config.judge.answer_column)
+        answers = prompts.columns.get(self._workload.config.rewards.answer_column)
         texts = self._workload.decode_completions(completions)
         return [
             {
@@ -65,11 +65,15 @@ class ChatReporter(Reporter):
         stop_tokens = components.tokenizer.convert_ids_to_tokens(list(sampling.stop_token_ids))
         stops = ", ".join(map(repr, stop_tokens))
         notes = [f"a completion ends with {stops}, or after {sampling.max_new_tokens} tokens"]
-        if data.held_out == EMBEDDED != data.train:
-            notes.append("evaluation uses the embedded sums, not prompts like yours: set data.held_out, or '' for none")
+        held_out_module = data.held_out.rpartition(":")[0]
+        if held_out_module and held_out_module != data.train.rpartition(":")[0]:  # the recipe's, not the user's
+            notes.append(
+                f"evaluation uses the prompts of {data.held_out}, not ones like yours: set data.held_out, or '' for"
+                " none"
+            )
         for name, prompts in (("training", components.training), ("held-out", components.held_out)):
-            if prompts is not None and prompts.dropped:
-                notes.append(f"{name} rows dropped: {format_counts(prompts.dropped)}; {len(prompts)} are left")
+            if prompts is not None and prompts.skipped:
+                notes.append(f"{name} rows skipped: {format_counts(prompts.skipped)}; {len(prompts)} are left")
         if plain_reason:
             notes.append(f"prompts are not shared within their group: {plain_reason}")
         return notes
@@ -101,7 +105,7 @@ def truncation_warning(metrics: Mapping[str, float], config: ChatConfig, samplin
     return (
         f"{fraction:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a"
         " stop token, so their rewards say little. Raise max_new_tokens, check that the prompt's template and the stop"
-        f" tokens {list(sampling.stop_token_ids)} are the model's, or reward short answers (judge.functions 'length')."
+        f" tokens {list(sampling.stop_token_ids)} are the model's, or reward brevity (rewards.functions 'length')."
     )
 
 
@@ -170,8 +174,8 @@ def _example_completions(workload: ChatWorkload, prompts: PromptSet, graded: Gra
 
 
 def _prompt_text(workload: ChatWorkload, prompts: PromptSet, index: int) -> str:
-    if prompts.is_dialogue:
-        return " / ".join(str(message["content"]) for message in prompts.shown[index])
+    if prompts.is_chat:
+        return " / ".join(str(message["content"]) for message in prompts.reward_inputs[index])
     text: str = workload.components.tokenizer.decode(list(prompts.ids[index]))
     return text
 

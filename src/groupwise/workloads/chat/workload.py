@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from groupwise.core.groups import content_hash
 from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores
 from groupwise.rewards.call import RewardFunction, call_rewards
@@ -87,8 +87,8 @@ class ChatWorkload(Workload):
         texts = self.decode_completions(completions)
         return call_rewards(
             self.components.functions,
-            [prompts.shown[row] for row in rows],
-            [[{"role": "assistant", "content": text}] for text in texts] if prompts.is_dialogue else texts,
+            [prompts.reward_inputs[row] for row in rows],
+            [[{"role": "assistant", "content": text}] for text in texts] if prompts.is_chat else texts,
             completion_ids=[list(completion.ids) for completion in completions],
             **{name: [column[row] for row in rows] for name, column in prompts.columns.items()},
         )
@@ -129,9 +129,8 @@ class ChatWorkload(Workload):
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
         """Conditions are prompts by index, so a run must not continue with other prompts: their number and hash."""
-        content = blake2b(self.components.training.group_ids.numpy().tobytes(), digest_size=16)
-        prompts = {"questions": self.num_conditions, "content": content.hexdigest()}
-        return {"questions.json": json.dumps(prompts).encode()}
+        content = content_hash(self.components.training.group_ids.numpy().tobytes())
+        return {"questions.json": json.dumps({"questions": self.num_conditions, "content": content}).encode()}
 
 
 def _unique_prompts(prompts: PromptSet, conditions: Tensor) -> tuple[list[tuple[int, ...]], list[int]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require, require_types
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.base import WorkloadConfig
 
 if TYPE_CHECKING:
@@ -136,9 +137,10 @@ class ControllerConfig(WorkloadConfig):
     """Subclass it beside a task: `task` says what is asked, of which model, and what an answer is estimated to take."""
 
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    accuracy: str = "exact"
-    """How right an answer is: `exact`, `vqa` (soft match with several annotators), or your own module:function with
-    TRL's signature, reward(prompts, completions, answers, **columns)."""
+    rewards: RewardFunctionsConfig = field(default_factory=lambda: RewardFunctionsConfig(functions=("exact",)))
+    """How right an answer is: exact, vqa (soft match with several annotators), or a function or service of your own
+    that takes (prompts, completions, answers, images). Without a name it is the reward `accuracy`; more rewards may be
+    added as name=FUNCTION."""
     policy_seed: int = 0
     """Decides the controller's first weights."""
     eval_rows_per_pass: int = 64

@@ -25,7 +25,13 @@ from groupwise.workloads.controller.policy.decide import (
     sample_option,
 )
 from groupwise.workloads.controller.policy.network import ControllerNetwork
-from groupwise.workloads.controller.rewards import accuracy_function, check_annotators, cost_table, penalty_terms
+from groupwise.workloads.controller.rewards import (
+    ACCURACY,
+    check_annotators,
+    cost_table,
+    penalty_terms,
+    reward_functions,
+)
 from groupwise.workloads.controller.serving.files import settings_from_task, settings_to_files
 from groupwise.workloads.controller.task import Question, Task
 
@@ -39,8 +45,8 @@ class ControllerWorkload(Workload):
         self.reporter = ControllerReporter(self)
         self.task, self.config, self.options = task, config, task.executor.options
         every = (*task.questions, *task.held_out)
-        check_annotators(config.accuracy, [question.answers for question in every])
-        self._accuracy = accuracy_function(config.accuracy)
+        check_annotators(config.rewards, [question.answers for question in every])
+        self._functions = reward_functions(config.rewards)
         self.cost = cost_table(self.options)
         self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
@@ -79,11 +85,11 @@ class ControllerWorkload(Workload):
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
         rows, choices, said = (rollouts.data[name] for name in ("condition", "choices", "answer"))
         medians, _ = self.training.estimates(rows)
-        judged = self.judge_accuracy(self.training.question_of(rows), said)
+        graded = self.grade_answers(self.training.question_of(rows), said)
         rest = self.terms_of(
             value_of_choices(medians, choices) / self.training.budget_ms[rows], self.cost[choices.unbind(1)]
         )
-        return RewardTerms({**judged.per_rollout, **rest}, judged.failures)
+        return RewardTerms({**graded.per_rollout, **rest}, graded.failures)
 
     def score(self, rollouts: Rollouts) -> Scores:
         choices = rollouts.data["choices"]
@@ -109,7 +115,7 @@ class ControllerWorkload(Workload):
             decided = self.controller.decide(self.held_out, rows, greedy_option)
             questions, choices = self.held_out.question_of(rows), decided.choices
             said = self.answer(questions, choices, decided.prefix)
-            accuracy = self.judge_accuracy(questions, said).per_rollout["accuracy"]
+            accuracy = self.grade_answers(questions, said).per_rollout[ACCURACY]
             medians, _ = self.held_out.estimates(rows)
             found.append(
                 (accuracy, self.held_out.over_budget(rows, choices).double(), value_of_choices(medians, choices))
@@ -130,16 +136,16 @@ class ControllerWorkload(Workload):
         requests = [AnswerRequest(question.sample, each) for question, each in zip(questions, knobs, strict=True)]
         return self.task.answer(requests, prefix)
 
-    def judge_accuracy(self, questions: Sequence[Question], said: Sequence[str]) -> RewardTerms:
-        """How right each answer is; missing where the user's function failed."""
+    def grade_answers(self, questions: Sequence[Question], answers: Sequence[str]) -> RewardTerms:
+        """Accuracy and any further reward function of each answer; missing where a function failed."""
         return call_rewards(
-            {"accuracy": self._accuracy},
+            self._functions,
             [question.text for question in questions],
-            list(said),
+            list(answers),
             answers=[list(question.answers) for question in questions],
             images=[question.image for question in questions],
         )
 
     def terms_of(self, ratio: Float[Tensor, "*rows"], cost: Float[Tensor, "*rows"]) -> dict[str, Tensor]:
-        """The terms besides accuracy. Within a guaranteed budget time has no price: only the configuration has."""
-        return {**({} if self.config.budget.guaranteed else penalty_terms(ratio)), "cost": cost}
+        """The terms of a configuration. Within a guaranteed budget time has no price: only the configuration has."""
+        return {**({} if self.config.budget.guaranteed else penalty_terms(ratio)), "compute_cost": cost}

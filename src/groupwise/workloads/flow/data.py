@@ -1,7 +1,7 @@
-"""Conditions from disk: a JSONL file, a line each: {"prompt": "...", "video": "clip.gif", "camera": "path.npy"}.
+"""Conditions from rows: {"prompt": "...", "video": "clip.gif", "camera": "path.npy"}; other columns go to the rewards.
 
-`video` is a .npy file of bytes, a .gif, or a folder of pictures in order of name; `camera` is a .npy or .json file of
-[frames, 12] or [frames, 3, 4], or the numbers themselves. Both are relative to the JSONL file.
+`video` is a .npy file of bytes, a .gif, or a folder of images in order of name; `camera` is a .npy or .json file of
+[frames, 12] or [frames, 3, 4], or the numbers themselves. Paths are relative to the dataset's folder.
 """
 
 from __future__ import annotations
@@ -16,55 +16,52 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.data.rows import BadRow, Record, RowFilter, format_counts, read_rows, require_columns
 from groupwise.workloads.flow.cameras import relative_to_first
 from groupwise.workloads.flow.task import Condition
 
-_KNOWN = ("prompt", "video", "camera")
+_CONDITION_COLUMNS = ("prompt", "video", "camera")
 
 
-def read_conditions(path: Path, *, size: tuple[int, int] | None = None) -> list[Condition]:
-    """The conditions of a file; clips are resized to `size` (height, width). Other fields become columns."""
-    if not path.is_file():
-        raise UserError(f"There is no file {path} of conditions. Check the path, relative to {Path.cwd()}.")
-    found = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.strip():
-            found.append(_condition(_fields(line, f"{path}:{number}"), path.parent, f"{path.name}:{number}", size))
-    if not found:
-        raise UserError(f'{path} holds no condition. Write a line of JSON for each: {{"prompt": "...", ...}}.')
-    return found
+def read_conditions(dataset: str, row_filter: RowFilter, *, size: tuple[int, int] | None = None) -> list[Condition]:
+    """The conditions of a dataset; clips are resized to `size` (height, width)."""
+    records, path = read_rows(dataset, row_filter), Path(dataset).expanduser()
+    folder = path.parent if path.exists() else Path()
+    conditions = []
+    for row, source, number in zip(records.rows, records.sources, records.numbers, strict=True):
+        try:
+            conditions.append(_condition(row, folder, f"{path.name}:{number}", size))
+        except BadRow as bad:
+            row_filter.reject(source, bad)
+    if not conditions:
+        raise UserError(f"No row of {dataset} can be used: {format_counts(row_filter.skipped)}.")
+    return conditions
 
 
-def _fields(line: str, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}). Each line is one object.") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
-        raise UserError(f'{where} has no prompt: each line is an object with "prompt", a text (it may be empty).')
-    return fields
-
-
-def _condition(fields: dict[str, Any], folder: Path, where: str, size: tuple[int, int] | None) -> Condition:
-    video, camera = fields.get("video"), fields.get("camera")
+def _condition(row: Record, folder: Path, name: str, size: tuple[int, int] | None) -> Condition:
+    require_columns(row, ["prompt"])
+    if not isinstance(row["prompt"], str):
+        raise BadRow("prompt of another type", f"its prompt is {type(row['prompt']).__name__}: it must be a text.")
+    video, camera = row.get("video"), row.get("camera")
     return Condition(
-        prompt=fields["prompt"],
+        prompt=row["prompt"],
         source=read_clip(folder / video, size=size) if video is not None else None,
-        camera=_camera(camera, folder, where) if camera is not None else None,
-        name=where,
-        columns={name: value for name, value in fields.items() if name not in _KNOWN},
+        camera=_camera(camera, folder) if camera is not None else None,
+        name=name,
+        columns={column: value for column, value in row.items() if column not in _CONDITION_COLUMNS},
     )
 
 
-def _camera(given: Any, folder: Path, where: str) -> Float[Tensor, "frames 12"]:
+def _camera(camera: Any, folder: Path) -> Float[Tensor, "frames 12"]:
     try:
-        if isinstance(given, str):
-            path = folder / given
-            given = np.load(path) if path.suffix == ".npy" else json.loads(path.read_text())
-        poses = torch.tensor(np.asarray(given, dtype=np.float32))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"The camera path of {where} cannot be read ({error}). Give [frames, 12] numbers, or a .npy or .json file."
+        if isinstance(camera, str):
+            path = folder / camera
+            camera = np.load(path) if path.suffix == ".npy" else json.loads(path.read_text())
+        poses = torch.tensor(np.asarray(camera, dtype=np.float32))
+    except (OSError, ValueError, TypeError) as error:
+        raise BadRow(
+            "unreadable camera path",
+            f"its camera path cannot be read ({error}): give [frames, 12] numbers, or a .npy or .json file.",
         ) from error
     if poses.ndim == 3 and poses.shape[1:] in ((3, 4), (4, 4)):
         poses = poses[:, :3].flatten(1)
@@ -74,11 +71,12 @@ def _camera(given: Any, folder: Path, where: str) -> Float[Tensor, "frames 12"]:
 def read_clip(path: Path, *, size: tuple[int, int] | None = None) -> Float[Tensor, "3 frames height width"]:
     """A clip in -1..1."""
     if not path.exists():
-        raise UserError(f"There is no video {path}. Complete the dataset, or leave this condition out.")
+        raise BadRow("without a video", f"there is no video {path}.")
     frames = torch.from_numpy(_frames(path))
     if frames.ndim != 4 or frames.shape[-1] != 3:
-        raise UserError(
-            f"The video {path} has shape {list(frames.shape)}: it must be [frames, height, width, 3] bytes."
+        raise BadRow(
+            "unreadable video",
+            f"the video {path} has shape {list(frames.shape)}: it must be [frames, height, width, 3] bytes.",
         )
     clip = frames.permute(0, 3, 1, 2).float() / 127.5 - 1
     if size is not None and tuple(clip.shape[2:]) != size:
@@ -92,17 +90,18 @@ def _frames(path: Path) -> np.ndarray[Any, Any]:
 
     try:
         if path.is_dir():
-            pictures: list[Image.Image] = [Image.open(each) for each in sorted(path.iterdir())]
+            images: list[Image.Image] = [Image.open(file) for file in sorted(path.iterdir())]
         elif path.suffix == ".npy":
-            found: np.ndarray[Any, Any] = np.load(path)
-            if found.dtype != np.uint8:
-                raise ValueError(f"its numbers are {found.dtype}, not bytes from 0 to 255")
-            return found
+            frames: np.ndarray[Any, Any] = np.load(path)
+            if frames.dtype != np.uint8:
+                raise ValueError(f"its numbers are {frames.dtype}, not bytes from 0 to 255")
+            return frames
         else:
-            pictures = ImageSequence.all_frames(Image.open(path))
-        return np.stack([np.asarray(picture.convert("RGB")) for picture in pictures])
+            images = ImageSequence.all_frames(Image.open(path))
+        return np.stack([np.asarray(image.convert("RGB")) for image in images])
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"The video {path} cannot be read ({error}). Write it as a folder of pictures (ffmpeg -i clip.mp4"
-            " clip/%05d.png), .gif or .npy."
+        raise BadRow(
+            "unreadable video",
+            f"the video {path} cannot be read ({error}): write it as a folder of images (ffmpeg -i clip.mp4"
+            " clip/%05d.png), .gif or .npy.",
         ) from error

@@ -1,4 +1,4 @@
-"""Clips into named rewards. A reward that fails is missing, not zero."""
+"""Clips into reward terms, per clip and per denoising step."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from groupwise.workloads.flow.task import Condition
 def clip_rewards(
     functions: Mapping[str, RewardFunction], conditions: Sequence[Condition], clips: Float[Tensor, "rows ..."]
 ) -> RewardTerms:
-    """All functions on all clips, with what their conditions are made of as columns."""
+    """All functions on all clips, with the parts of their conditions as columns."""
     names = dict.fromkeys(name for condition in conditions for name in condition.columns)
-    columns: dict[str, list[Any]] = {name: [each.columns.get(name) for each in conditions] for name in names}
+    columns: dict[str, list[Any]] = {name: [condition.columns.get(name) for condition in conditions] for name in names}
     columns |= {
-        "cameras": [each.camera for each in conditions],
-        "sources": [each.source for each in conditions],
-        "names": [each.name for each in conditions],
+        "cameras": [condition.camera for condition in conditions],
+        "sources": [condition.source for condition in conditions],
+        "names": [condition.name for condition in conditions],
     }
-    return call_rewards(functions, [each.prompt for each in conditions], list(clips), **columns)
+    return call_rewards(functions, [condition.prompt for condition in conditions], list(clips), **columns)
 
 
 def step_rewards(
     functions: Mapping[str, RewardFunction],
     conditions: Sequence[Condition],
-    expected: Sequence[Tensor],
+    predicted: Sequence[Tensor],
     terms: RewardTerms,
 ) -> RewardTerms:
-    """The terms, and with them those of single steps: each step's expected clips are judged like finished ones."""
-    judged = [clip_rewards(functions, conditions, clips) for clips in expected]
-    steps = {name: torch.stack([each.per_rollout[name] for each in judged], dim=1) for name in functions}
-    failures = {name: reason for each in judged for name, reason in each.failures.items()}
-    return RewardTerms(terms.per_rollout, {**terms.failures, **failures}, steps)
+    """The terms of finished clips, with those of every step, whose predicted clips are scored alike."""
+    by_step = [clip_rewards(functions, conditions, clips) for clips in predicted]
+    per_decision = {name: torch.stack([step.per_rollout[name] for step in by_step], dim=1) for name in functions}
+    failures = {name: reason for step in by_step for name, reason in step.failures.items()}
+    return RewardTerms(terms.per_rollout, {**terms.failures, **failures}, per_decision)
 
 
 def weighted_sum(terms: RewardTerms, weights: Mapping[str, float]) -> Float[Tensor, " rows"]:
-    """The weighted sum of the terms that have a weight here."""
+    """The weighted sum of the terms that have a weight."""
     return torch.stack([weight * terms.per_rollout[name] for name, weight in weights.items()] or [torch.zeros(1)]).sum(
         0
     )

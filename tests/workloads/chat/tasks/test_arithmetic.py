@@ -1,6 +1,7 @@
 """The embedded example: its problems, its tokenizer, its pretraining, and the accuracy of the shipped model."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,11 +14,10 @@ from tools.arithmetic.tokenizer import train_tokenizer
 from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
 from groupwise.workloads.chat.build import load_tokenizer
-from groupwise.workloads.chat.config import ChatConfig, ChatEvalConfig
+from groupwise.workloads.chat.config import ChatEvalConfig
 from groupwise.workloads.chat.evaluate import sample_and_grade
 from groupwise.workloads.chat.rewards import answer_in_completion
 from groupwise.workloads.chat.tasks.arithmetic.task import (
-    MODEL_FOLDER,
     Problem,
     Split,
     answer_directly,
@@ -32,7 +32,7 @@ CPU = torch.device("cpu")
 TOKENIZER = train_tokenizer()
 
 
-def test_a_problem_by_hand():
+def test_the_two_ways_to_answer_by_hand():
     problem = Problem((14, -2, 9))
     assert problem.text == "14 - 2 + 9"
     assert problem.answer == 21
@@ -70,10 +70,11 @@ def test_any_text_can_be_encoded_and_decoded(text):
 
 
 def test_the_shipped_tokenizer_is_the_one_that_is_trained():
-    shipped = load_tokenizer(ChatConfig())
+    config = load_recipe("chat").workload
+    shipped = load_tokenizer(config)
     assert shipped.get_vocab() == TOKENIZER.get_vocab()
     assert shipped.chat_template == TOKENIZER.chat_template
-    assert sum(path.stat().st_size for path in MODEL_FOLDER.iterdir()) < 6e6
+    assert sum(path.stat().st_size for path in Path(config.policy.folder_or_name).iterdir()) < 6e6
 
 
 def test_only_the_last_reply_is_learned():

@@ -18,6 +18,7 @@ from groupwise.workloads.chat.engine.attention import AttentionLayout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
 from groupwise.workloads.chat.engine.logprobs import OutputHead
 from groupwise.workloads.hub import load_from_hub, resolve_model
+from groupwise.workloads.lora import add_lora, without_lora
 
 
 class LanguageModelPolicy(nn.Module):
@@ -26,11 +27,11 @@ class LanguageModelPolicy(nn.Module):
     def __init__(self, model: Any, config: PolicyConfig, reference_model: Any = None):
         super().__init__()
         self.model = model
-        """The transformers model, inside PEFT's where there is an adapter."""
+        """The transformers model, with PEFT's layers in it where there is an adapter."""
         self.config = config
         # In tuples, so that torch does not register them: the reference is neither trained nor saved.
         self._reference_model = (reference_model,)
-        self._current_model = (model.get_base_model() if config.lora_rank is not None else model,)
+        self._current_model = (model,)
         self._forwards: tuple[HiddenStatesFn, ...] = ()
         """The shared-prefix forward of the policy, and of its reference model if there is one."""
         self.plain_reason = self._choose_forward()
@@ -89,7 +90,7 @@ class LanguageModelPolicy(nn.Module):
     def reference(self) -> Iterator[None]:
         """Within it the reference computes, without gradient."""
         assert self.has_reference, "the policy has no reference"
-        with torch.no_grad(), self.model.disable_adapter() if self.config.reference == "adapter" else nullcontext():
+        with torch.no_grad(), without_lora(self.model) if self.config.reference == "adapter" else nullcontext():
             policy_model = self._current_model
             if self.reference_model is not None:
                 self._current_model = self._reference_model
@@ -146,7 +147,7 @@ class LanguageModelPolicy(nn.Module):
 
 def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> LanguageModelPolicy:
     """Load the model from a folder or the hub, ready to be sampled and trained."""
-    source = _resolve_source(config.model)
+    source = _resolve_source(config.folder_or_name)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load_from_hub(
         source,
@@ -171,7 +172,14 @@ def make_policy(model: Any, config: PolicyConfig) -> LanguageModelPolicy:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     reference_model = copy.deepcopy(model).requires_grad_(False) if config.reference == "copy" else None
     if config.lora_rank is not None:
-        model = _add_lora(model.requires_grad_(False), config)
+        add_lora(
+            model,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            targets=config.lora_targets,
+            seed=config.lora_seed,
+            setting="policy.lora_targets",
+        )
     policy = LanguageModelPolicy(model, config, reference_model)
     policy.train()
     return policy
@@ -181,24 +189,6 @@ def _weight_dtype(config: PolicyConfig) -> torch.dtype:
     """Trained weights are not stored in bfloat16: it would round small updates away."""
     trains_all_weights = config.lora_rank is None
     return torch.float32 if config.dtype == "bfloat16" and trains_all_weights else getattr(torch, config.dtype)
-
-
-def _add_lora(model: Any, config: PolicyConfig) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    targets: Any = list(config.lora_targets) or "all-linear"
-    rank: Any = config.lora_rank
-    alpha: Any = config.lora_alpha
-    settings = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, lora_dropout=0.0)
-    with torch.random.fork_rng():
-        torch.manual_seed(config.lora_seed)
-        try:
-            return get_peft_model(model, settings)
-        except ValueError as error:
-            raise UserError(
-                f"policy.lora_targets is {config.lora_targets}: PEFT says {' '.join(str(error).split())[:300]} Name"
-                " linear layers of the model, or leave it empty for all of them."
-            ) from error
 
 
 def _resolve_source(name: str) -> str:

@@ -21,6 +21,7 @@ from groupwise.core.config import RewardConfig
 from groupwise.core.reward import weigh
 from groupwise.core.types import RewardTerms
 from groupwise.workloads.controller.conditions import Conditions, make_conditions
+from groupwise.workloads.controller.rewards import ACCURACY
 from groupwise.workloads.controller.task import Question
 from groupwise.workloads.controller.workload import ControllerWorkload
 
@@ -59,24 +60,33 @@ def reward_of_configurations(
 ) -> Tables:
     """What every configuration earns on each condition."""
     medians, _ = conditions.estimates(rows)
-    accuracy = accuracy_of_configurations(workload, conditions.question_of(rows))
+    graded = grades_of_configurations(workload, conditions.question_of(rows))
     ratio = medians / conditions.budget_ms[rows].view(-1, 1, 1, 1, 1)
-    terms = {"accuracy": accuracy, **workload.terms_of(ratio, workload.cost.expand_as(ratio))}
+    terms = {**graded, **workload.terms_of(ratio, workload.cost.expand_as(ratio))}
     flat = RewardTerms({name: values.flatten() for name, values in terms.items()})
     return weigh(flat, RewardConfig(weights=weights or {})).total.view_as(ratio)
 
 
 @torch.no_grad()
 def accuracy_of_configurations(workload: ControllerWorkload, questions: Sequence[Question]) -> Tables:
-    """How right the model is under every configuration; all of one question in one batch, and judged once."""
+    """How right the model is under every configuration."""
+    return grades_of_configurations(workload, questions)[ACCURACY]
+
+
+@torch.no_grad()
+def grades_of_configurations(workload: ControllerWorkload, questions: Sequence[Question]) -> dict[str, Tables]:
+    """Every reward function under every configuration; each distinct answer to a question is graded once."""
     distinct = {question.sample.name: question for question in questions}
     said = {name: workload.task.answer_all(question) for name, question in distinct.items()}
     pairs = list(dict.fromkeys((name, text) for name, texts in said.items() for text in texts))
-    judged = workload.judge_accuracy([distinct[name] for name, _ in pairs], [text for _, text in pairs])
-    right = dict(zip(pairs, judged.per_rollout["accuracy"].tolist(), strict=True))
-    rows = {name: torch.tensor([right[name, text] for text in texts]) for name, texts in said.items()}
-    table = torch.stack([rows[question.sample.name] for question in questions])
-    return table.double().view(len(questions), *workload.cost.shape)
+    graded = workload.grade_answers([distinct[name] for name, _ in pairs], [text for _, text in pairs])
+    tables = {}
+    for term, values in graded.per_rollout.items():
+        grades = dict(zip(pairs, values.tolist(), strict=True))
+        rows = {name: torch.tensor([grades[name, text] for text in texts]) for name, texts in said.items()}
+        table = torch.stack([rows[question.sample.name] for question in questions])
+        tables[term] = table.double().view(len(questions), *workload.cost.shape)
+    return tables
 
 
 @dataclass(frozen=True)

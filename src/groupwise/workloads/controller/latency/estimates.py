@@ -4,8 +4,6 @@ What settings of the knobs are expected to take: their work, counted for the est
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,11 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.groups import content_hash
 from groupwise.latency.estimator import EstimatedRows, LatencyEstimator
 from groupwise.latency.records import DECODE, PREFILL, VISION, EstimatedLatency
 from groupwise.latency.regression import Columns, WorkFeatures
 from groupwise.workloads.controller.config import BudgetScope
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, work_of_answer
+from groupwise.workloads.hub import stable_config
 
 KnobTable = Float[Tensor, "tiers positions top_ks blocks"]
 """A number for every configuration, in the order of `KnobOptions.all()`."""
@@ -187,15 +187,5 @@ class KnobLatencyEstimator:
 
 def architecture_fingerprint(model: Any) -> str:
     """What decides a model's work: its class, number format and configuration, and how it is run; not its weights."""
-    settings = f"{FEATURE_VERSION} {json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str)}"
-    digest = hashlib.blake2b(settings.encode(), digest_size=8).hexdigest()
+    digest = content_hash(f"{FEATURE_VERSION} {stable_config(model, ignore=('architectures',))}", digest_size=8)
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest}"
-
-
-def _lasting(value: Any) -> Any:
-    """Without what says where a configuration came from or how it is run just now."""
-    passing = ("transformers_version", "dtype", "architectures")
-    if isinstance(value, dict):
-        kept = {name: part for name, part in value.items() if not str(name).startswith("_") and name not in passing}
-        return {name: _lasting(part) for name, part in kept.items()}
-    return [_lasting(part) for part in value] if isinstance(value, list | tuple) else value

@@ -5,13 +5,13 @@ This machine's estimator of a model: profiled once, kept, and the same for all p
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.groups import content_hash
 from groupwise.latency.estimator import LatencyEstimator
 from groupwise.latency.machine import current_machine
 from groupwise.latency.regression import Observation
@@ -41,7 +41,7 @@ def cached_estimator(
     """
     folder = folder or cache_folder() / "estimators"
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{hashlib.blake2b(f'{key} {current_machine()}'.encode(), digest_size=8).hexdigest()}.json"
+    file = folder / f"{content_hash(f'{key} {current_machine()}', digest_size=8)}.json"
     with open(file.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not file.exists():

@@ -5,7 +5,6 @@ A picture and a question in words, as users have them, for any model that can be
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.images import ImageNormalization, open_image, read_image
 from groupwise.workloads.controller.model.load import EMBEDDED, LoadedModel
@@ -33,11 +33,10 @@ def sample_from(image: Path | str | Image.Image, question: str, loaded: LoadedMo
     before, after = prompt_token_ids(question, loaded)
     crops = loaded.adapter.cut(open_image(image), loaded.options, statistics)
     check_length(len(before) + len(after), crops, loaded)
-    digest = hashlib.blake2b(repr((before, after)).encode(), digest_size=16)
+    parts: list[str | bytes] = [repr((before, after))]
     for tier, pixels in crops.items():
-        digest.update(f"{tier}{tuple(pixels.shape)}".encode())
-        digest.update(pixels.contiguous().numpy().tobytes())
-    return Sample(digest.hexdigest(), crops, after, before)
+        parts += [f"{tier}{tuple(pixels.shape)}", pixels.contiguous().numpy().tobytes()]
+    return Sample(content_hash(*parts), crops, after, before)
 
 
 def check_processors(loaded: LoadedModel) -> ImageNormalization:

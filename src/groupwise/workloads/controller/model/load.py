@@ -18,7 +18,7 @@ from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_for, check_family
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions, default_options
-from groupwise.workloads.hub import load_from_hub, resolve_model
+from groupwise.workloads.hub import load_from_hub, resolve_model, stable_config
 
 EMBEDDED = "mosaic"
 _IMPORTANCE = "importance.json"
@@ -95,19 +95,11 @@ def default_device() -> torch.device:
 def weights_fingerprint(model: Any) -> str:
     """A hash of the model's class, its configuration and the bytes of all its weights: what answers depend on."""
     digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=16)
-    digest.update(json.dumps(_lasting(model.config.to_dict()), sort_keys=True, default=str).encode())
+    digest.update(stable_config(model).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
         digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-def _lasting(config: Any) -> Any:
-    """A configuration without what tells where it was loaded and by which version."""
-    if isinstance(config, dict):
-        kept = {key for key in config if not str(key).startswith("_") and key not in ("transformers_version", "dtype")}
-        return {key: _lasting(config[key]) for key in kept}
-    return config
 
 
 def _source(name: str | Path) -> str:

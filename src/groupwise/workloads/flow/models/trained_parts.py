@@ -6,18 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial
 
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_utils import ModelMixin
-from diffusers.training_utils import cast_training_params
-from peft import LoraConfig
 from torch import nn
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
+from groupwise.workloads.lora import add_lora, without_lora
 
 
 class InitialWeights:
@@ -54,7 +53,15 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainConfig) -> R
     """Freeze all but what is trained; returns the way back to the first policy."""
     transformer.requires_grad_(False)
     if config.part == "lora":
-        return _add_lora(transformer, config)
+        add_lora(
+            transformer,
+            rank=config.lora_rank,
+            alpha=config.lora_alpha,
+            targets=config.lora_targets,
+            seed=config.lora_seed,
+            setting="workload.train.lora_targets",
+        )
+        return partial(without_lora, transformer)
     if config.part == "all":
         if transformer.dtype not in (torch.float32, torch.float64):
             raise UserError(
@@ -79,29 +86,3 @@ def enable_gradient_checkpointing(transformer: nn.Module) -> None:
             " own classes can do it. Switch it off."
         )
     transformer.enable_gradient_checkpointing()
-
-
-def _add_lora(transformer: Any, config: TrainConfig) -> Reference:
-    """A fresh adapter changes nothing; it is drawn from a seed of its own, the same on every rank."""
-    state = torch.get_rng_state()
-    torch.manual_seed(config.lora_seed)
-    names = [name for name, _ in transformer.named_modules()]
-    targets = [target for target in config.lora_targets if any(name.endswith(f".{target}") for name in names)]
-    if not targets:
-        raise UserError(
-            f"workload.train.lora_targets is {config.lora_targets}: no layer of {type(transformer).__name__} is called"
-            " like this. Name linear layers, such as to_q or to_v."
-        )
-    transformer.add_adapter(LoraConfig(r=config.lora_rank, lora_alpha=config.lora_alpha, target_modules=targets))
-    torch.set_rng_state(state)
-    cast_training_params(transformer, torch.float32)
-
-    @contextmanager
-    def without() -> Iterator[None]:
-        transformer.disable_adapters()
-        try:
-            yield
-        finally:
-            transformer.enable_adapters()
-
-    return without

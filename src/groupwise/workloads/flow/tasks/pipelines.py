@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from groupwise.core.errors import UserError, require
+from groupwise.core.errors import UserError
+from groupwise.data.rows import OnBadRow, RowFilter, format_counts
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainConfig
 from groupwise.workloads.flow.memory import FlowMemory, read_video_config, read_video_model
 from groupwise.workloads.flow.sampling.schedule import window_at
@@ -22,35 +24,20 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class ServiceConfig:
-    """How reward services are called."""
-
-    timeout_s: float = 60.0
-    """Longest wait for one answer."""
-    retries: int = 2
-    """Tries after the first."""
-    rows_per_request: int = 8
-    """Clips that are sent together."""
-
-    def __post_init__(self) -> None:
-        require(self.timeout_s > 0, "workload.service.timeout_s", self.timeout_s, "above 0")
-        require(self.retries >= 0, "workload.service.retries", self.retries, "0 or more")
-        require(self.rows_per_request >= 1, "workload.service.rows_per_request", self.rows_per_request, "at least 1")
-
-
-@dataclass(frozen=True)
 class PipelineConfig(FlowConfig):
     """A transformer from a pipeline folder."""
 
     pipeline: Path | None = None
     """Folder of the pipeline: transformer, text encoder, VAE."""
     data: Path | None = None
-    """Conditions to train on: a JSONL file of prompts, videos and camera paths."""
+    """Conditions to train on, with prompts, videos and camera paths: a .jsonl or .parquet file, a folder that
+    `datasets` saved, or module:function, which returns the rows."""
     held_out: Path | None = None
-    """Conditions that are only evaluated; None for none."""
-    rewards: tuple[str, ...] = ()
-    """name=module:function in process, or name=http://host/path as a service; any number of them."""
-    service: ServiceConfig = field(default_factory=ServiceConfig)
+    """Conditions that are only evaluated, in the same forms; None for none."""
+    on_bad_row: OnBadRow = "refuse"
+    """A broken line, a missing prompt, a video or camera path that cannot be read: refuse the file, or skip such rows,
+    counted and shown before training."""
+    rewards: RewardFunctionsConfig = field(default_factory=RewardFunctionsConfig)
     height: int = 512
     """Of what is generated, in pixels."""
     width: int = 512
@@ -65,8 +52,7 @@ class PipelineConfig(FlowConfig):
         raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
 
     def task(self, device: torch.device) -> FlowTask:
-        from groupwise.rewards.http import HttpReward
-        from groupwise.rewards.load import named_rewards
+        from groupwise.rewards.load import load_reward_functions
         from groupwise.workloads.flow.task import FlowTask
 
         for name in ("pipeline", "data"):
@@ -74,19 +60,24 @@ class PipelineConfig(FlowConfig):
                 raise UserError(f"workload.{name} is not given: this recipe needs it. Say --workload.{name} PATH.")
         assert self.pipeline is not None
         assert self.data is not None
-        given = {name: getattr(self.service, name) for name in ("timeout_s", "retries", "rows_per_request")}
-        rewards = named_rewards(self.rewards, HttpReward("", **given))
+        rewards = load_reward_functions(self.rewards)
+        notes: list[str] = []
         return FlowTask(
             model=self.model(self.pipeline, device),
-            conditions=self._read(self.data),
-            held_out=self._read(self.held_out) if self.held_out else [],
+            conditions=self._read("data", notes),
+            held_out=self._read("held_out", notes) if self.held_out else [],
             rewards=rewards,
+            notes=notes,
         )
 
-    def _read(self, path: Path) -> list[Condition]:
+    def _read(self, name: Literal["data", "held_out"], notes: list[str]) -> list[Condition]:
         from groupwise.workloads.flow.data import read_conditions
 
-        return read_conditions(path, size=(self.height, self.width))
+        row_filter = RowFilter(self.on_bad_row, "--workload.on-bad-row")
+        conditions = read_conditions(str(getattr(self, name)), row_filter, size=(self.height, self.width))
+        if row_filter.skipped:
+            notes.append(f"rows of {name} skipped: {format_counts(row_filter.skipped)}; {len(conditions)} are left")
+        return conditions
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 Rebuilt by scripts/remember_mosaic.py; a test asks the model for random entries again.
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt8
 
+from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
 from groupwise.workloads.controller.tasks.mosaic.model import ASSET
 
@@ -63,7 +63,5 @@ def load_answer_table(options: KnobOptions, folder: Path = ASSET) -> AnswerTable
 
 def fingerprint(folder: Path = ASSET) -> str:
     """Tell one trained model from the next, so that answers of an older one are never taken for its own."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name in ("model.safetensors", "importance.json"):
-        digest.update((folder / name).read_bytes())
-    return digest.hexdigest()
+    files = [(folder / name).read_bytes() for name in ("model.safetensors", "importance.json")]
+    return content_hash(*files, digest_size=8)

@@ -6,7 +6,6 @@ other to look at it meanwhile and to choose baselines. The test split is left fo
 The mosaic model under the executor: its knobs, and its questions as samples.
 """
 
-import hashlib
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxtyping import Float
 from tools.mosaic.importance import load_drop_order
 from torch import Tensor
 
+from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.latency.source import load_estimator
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
@@ -87,7 +87,7 @@ def _about_one(part: Part, number: int, handwriting: Handwriting, seed: int) -> 
 def _name(part: Part, seed: int, number: int, labels: np.ndarray, words: Sequence[int]) -> str:
     """By what was drawn, not by the pixels: their last bits depend on the machine, and answers would not be found."""
     content = f"{part} {seed} {number} {labels.ravel().tolist()} {list(words)}"
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return content_hash(content)
 
 
 def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
@@ -123,4 +123,4 @@ def mosaic_sample(pixels: Float[Tensor, "height width"], question: Sequence[int]
     """Return one question about one mosaic, named by what is in it."""
     content = pixels.contiguous().numpy().tobytes() + bytes(question)
     crops = {tier.value: cut(pixels[None], tier)[0] for tier in Tier}
-    return Sample(hashlib.blake2b(content, digest_size=16).hexdigest(), crops, tuple(question))
+    return Sample(content_hash(content), crops, tuple(question))

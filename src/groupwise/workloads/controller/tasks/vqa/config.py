@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require
+from groupwise.data.rows import OnBadRow
 from groupwise.workloads.controller.config import ControllerConfig
 from groupwise.workloads.controller.memory import ControllerMemory, read_frozen
 
@@ -25,15 +26,17 @@ class VqaConfig(ControllerConfig):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the frozen model: as it was saved, which is also how `groupwise profile` loads it, or another."""
     questions: Path | None = None
-    """VQA's questions file (JSON), or a file of lines {"image": ..., "question": ..., "answers": [...]} (JSONL)."""
+    """VQA's questions file (.json); or rows {"image": ..., "question": ..., "answers": [...]} in a .jsonl or .parquet
+    file, a folder that `datasets` saved, or from module:function."""
     annotations: Path | None = None
-    """VQA's annotations file, which holds the answers; not for JSONL."""
+    """VQA's annotations file, which holds the answers; only with VQA's questions file."""
     images: Path | None = None
     """Folder of the images."""
     image_name: str = "COCO_{subtype}_{image_id:012d}.jpg"
     """How VQA's image ids become names of files; {subtype} is the questions file's data_subtype."""
-    on_missing: Literal["refuse", "skip"] = "refuse"
-    """When an image or an answer is missing: refuse to start, or leave the question out and tell how many."""
+    on_bad_row: OnBadRow = "refuse"
+    """A broken line, or a question whose image or answers are missing: refuse to start, or skip such questions and
+    report how many."""
     train_questions: int = 4096
     """Questions to train on, at most; which ones is decided by split_seed."""
     held_out_questions: int = 512

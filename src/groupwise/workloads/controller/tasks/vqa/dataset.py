@@ -1,4 +1,4 @@
-"""Questions about images from disk, in VQA v2's two JSON files or as JSONL; parts by image. No torch here."""
+"""Questions about images from disk, VQA v2's two JSON files or rows of `read_rows`; split by image. No torch here."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError
+from groupwise.data.rows import BadRow, Record, RowFilter, read_rows, require_columns
 
 Part = Literal["train", "choose", "test"]
-"""What questions are for: to train, to look at and choose by meanwhile, and to judge in the end."""
-_NAMED = 5
+"""What questions are for: training, selection during training, and the final test."""
+_MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
 class Entry:
     """One question as the dataset has it; its image and answers may be missing."""
 
-    place: str
-    """Where it stands: its id, or its line."""
+    source: str
+    """Its id, or its line. It decides the order within a split."""
     image_id: str
     image: Path
     question: str
     answers: tuple[str, ...]
 
     @property
-    def fault(self) -> str:
+    def error(self) -> str:
         """What is missing, or nothing."""
         if not self.answers:
-            return f"{self.place} has no answers"
-        return "" if self.image.is_file() else f"{self.place} has no image {self.image}"
+            return f"{self.source} has no answers"
+        return "" if self.image.is_file() else f"{self.source} has no image {self.image}"
 
 
-def read_entries(questions: Path, annotations: Path | None, images: Path, image_name: str) -> list[Entry]:
+def read_entries(
+    questions: Path, annotations: Path | None, images: Path, image_name: str, row_filter: RowFilter
+) -> list[Entry]:
     """All questions of a dataset, in its order."""
     if not images.is_dir():
         raise UserError(f"There is no folder of images {images}. Check workload.images.")
-    if questions.suffix == ".jsonl":
+    if questions.suffix != ".json":
         if annotations is not None:
             raise UserError(f"{questions} holds its own answers: leave workload.annotations ({annotations}) out.")
-        return _from_lines(questions, images)
+        return _from_rows(questions, images, row_filter)
     if annotations is None:
         raise UserError(
             f"workload.annotations is not given: {questions} holds questions alone in VQA's format. Name the"
@@ -52,68 +55,97 @@ def read_entries(questions: Path, annotations: Path | None, images: Path, image_
 
 
 def filter_entries(entries: Sequence[Entry], *, skip: bool) -> tuple[list[Entry], list[str]]:
-    """The whole entries, and what is wrong with the others; refused unless they are to be skipped."""
-    faults = [entry.fault for entry in entries]
-    wrong = [fault for fault in faults if fault]
-    if wrong and not skip:
+    """The complete entries, and the errors of the others; refused unless they are to be skipped."""
+    errors = [entry.error for entry in entries if entry.error]
+    if errors and not skip:
         raise UserError(
-            f"{told(wrong, len(entries))} Complete the dataset, or leave these questions out with --workload.on-missing"
-            " skip: they are then counted and told."
+            f"{describe_errors(errors, len(entries))} Complete the dataset, or leave these questions out with"
+            " --workload.on-bad-row skip: they are then counted and reported."
         )
-    return [entry for entry, fault in zip(entries, faults, strict=True) if not fault], wrong
+    return [entry for entry in entries if not entry.error], errors
 
 
-def told(faults: Sequence[str], total: int) -> str:
-    """Some of the faults by name, and how many there are."""
-    more = f" and {len(faults) - _NAMED:,} more" if len(faults) > _NAMED else ""
-    return f"{len(faults):,} of {total:,} questions cannot be used: {'; '.join(faults[:_NAMED])}{more}."
+def describe_errors(errors: Sequence[str], total: int) -> str:
+    """Some of the errors by name, and how many there are."""
+    more = f" and {len(errors) - _MAX_NAMED:,} more" if len(errors) > _MAX_NAMED else ""
+    return f"{len(errors):,} of {total:,} questions cannot be used: {'; '.join(errors[:_MAX_NAMED])}{more}."
 
 
 def select_split(entries: Sequence[Entry], part: Part, *, held_out: float, test: float, seed: int) -> list[Entry]:
-    """The questions of one part, in an order drawn by the seed. An image's number decides, so no image is in two parts,
-    and an image stays where it is when others come or go.
+    """The questions of one split, in an order drawn by the seed. A hash of the image id decides, so no image is in two
+    splits, and an image stays where it is when others are added or removed.
     """
     ends = {"test": (0.0, test), "choose": (test, test + held_out), "train": (test + held_out, 1.0)}
     low, high = ends[part]
-    chosen = [entry for entry in entries if low <= _number(seed, entry.image_id) < high]
-    return sorted(chosen, key=lambda entry: _number(seed, entry.image_id, entry.place))
+    chosen = [entry for entry in entries if low <= _hash_fraction(seed, entry.image_id) < high]
+    return sorted(chosen, key=lambda entry: _hash_fraction(seed, entry.image_id, entry.source))
 
 
-def _number(*key: object) -> float:
+def _hash_fraction(*key: object) -> float:
     """From 0 to below 1, the same for the same key everywhere."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=6)
     return int.from_bytes(digest.digest()) / 256**6
 
 
+def _from_rows(questions: Path, images: Path, row_filter: RowFilter) -> list[Entry]:
+    records = read_rows(str(questions), row_filter, setting="workload.questions")
+    entries = []
+    for row, source, number in zip(records.rows, records.sources, records.numbers, strict=True):
+        try:
+            entries.append(_entry(row, f"line {number}", images))
+        except BadRow as bad:
+            row_filter.reject(source, bad)
+    return entries
+
+
+def _entry(row: Record, source: str, images: Path) -> Entry:
+    require_columns(row, ("image", "question"))
+    image, answers = row["image"], row.get("answers") or []
+    if not isinstance(image, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
+        raise BadRow("of another type", "image must be a text and answers a list of texts.")
+    if not _is_question(row["question"]):
+        raise BadRow("without a question", f"its question is {row['question']!r}: it must be a text, not empty.")
+    return Entry(source, image, images / image, row["question"], _non_empty(answers))
+
+
 def _from_vqa(questions: Path, annotations: Path, images: Path, image_name: str) -> list[Entry]:
-    asked, answered = _json(questions, "questions"), _json(annotations, "annotations")
+    questions_file, annotations_file = _read_json(questions, "questions"), _read_json(annotations, "annotations")
     answers: dict[object, tuple[str, ...]] = {}
-    for number, each in enumerate(answered["annotations"]):
-        (known,) = _fields(each, ["question_id"], f"annotation {number} of {annotations}")
-        answers[known] = _answers_of(each, f"The annotation of question {known} in {annotations}")
+    for index, annotation in enumerate(annotations_file["annotations"]):
+        (question_id,) = _fields(annotation, ["question_id"], f"annotation {index} of {annotations}")
+        answers[question_id] = _answers_of(annotation, f"The annotation of question {question_id} in {annotations}")
     entries: dict[object, Entry] = {}
-    for number, each in enumerate(asked["questions"]):
-        where = f"question {number} of {questions}"
-        known, image_id, text = _fields(each, ["question_id", "image_id", "question"], where)
-        if known in entries:
-            raise UserError(f"{questions} holds question_id {known} twice. Every question needs an id of its own.")
-        image = images / _image_name(image_name, asked.get("data_subtype", ""), image_id)
-        entries[known] = Entry(f"question {known}", str(image_id), image, _text(text, where), answers.get(known, ()))
+    for index, question in enumerate(questions_file["questions"]):
+        where = f"question {index} of {questions}"
+        question_id, image_id, text = _fields(question, ["question_id", "image_id", "question"], where)
+        if question_id in entries:
+            raise UserError(
+                f"{questions} holds question_id {question_id} twice. Every question needs an id of its own."
+            )
+        if not _is_question(text):
+            raise UserError(f"{where} is {text!r}: a question must be a text that is not empty. Fix the file.")
+        image = images / _image_name(image_name, questions_file.get("data_subtype", ""), image_id)
+        source = f"question {question_id}"
+        entries[question_id] = Entry(source, str(image_id), image, text, answers.get(question_id, ()))
     return list(entries.values())
 
 
 def _answers_of(annotation: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """One from each annotator; where nobody is named, the agreed one."""
+    """One from each annotator; where there are none, the agreed one."""
     given = annotation.get("answers") or []
-    said = [each.get("answer") if isinstance(each, dict) else None for each in given]
-    if not all(isinstance(answer, str) for answer in said):
-        raise UserError(f'{where} has answers that are not of the form {{"answer": "..."}}. Mend the file.')
+    answers = [entry.get("answer") if isinstance(entry, dict) else None for entry in given]
+    if not all(isinstance(answer, str) for answer in answers):
+        raise UserError(f'{where} has answers that are not of the form {{"answer": "..."}}. Fix the file.')
     agreed = annotation.get("multiple_choice_answer")
-    return _non_empty(said) or _non_empty([agreed] if isinstance(agreed, str) else [])
+    return _non_empty(answers) or _non_empty([agreed] if isinstance(agreed, str) else [])
 
 
 def _non_empty(answers: Sequence[Any]) -> tuple[str, ...]:
     return tuple(answer for answer in answers if answer.strip())
+
+
+def _is_question(text: Any) -> bool:
+    return isinstance(text, str) and bool(text.strip())
 
 
 def _image_name(template: str, subtype: str, image_id: object) -> str:
@@ -126,38 +158,16 @@ def _image_name(template: str, subtype: str, image_id: object) -> str:
         ) from error
 
 
-def _from_lines(file: Path, images: Path) -> list[Entry]:
-    entries = []
-    for number, line in enumerate(_read(file).splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"line {number} of {file}"
-        image, text = _fields(_parsed(line, where), ["image", "question"], where)
-        given = json.loads(line).get("answers") or []
-        if not isinstance(image, str) or not isinstance(given, list) or not all(isinstance(a, str) for a in given):
-            raise UserError(f"{where}: image must be a text and answers a list of texts.")
-        entries.append(Entry(f"line {number}", image, images / image, _text(text, where), _non_empty(given)))
-    return entries
-
-
-def _json(file: Path, name: str) -> dict[str, Any]:
-    content = _parsed(_read(file), str(file))
+def _read_json(file: Path, name: str) -> dict[str, Any]:
+    if not file.is_file():
+        raise UserError(f"There is no file {file}. Check workload.questions and workload.annotations.")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON ({error}). Fix it.") from error
     if not isinstance(content, dict) or not isinstance(content.get(name), list):
         raise UserError(f"{file} is not VQA's {name} file: it must be an object with a list '{name}'.")
     return content
-
-
-def _read(file: Path) -> str:
-    if not file.is_file():
-        raise UserError(f"There is no file {file}. Check workload.questions and workload.annotations.")
-    return file.read_text(encoding="utf-8")
-
-
-def _parsed(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}). Mend it.") from error
 
 
 def _fields(record: Any, names: Sequence[str], where: str) -> list[Any]:
@@ -165,9 +175,3 @@ def _fields(record: Any, names: Sequence[str], where: str) -> list[Any]:
     if missing:
         raise UserError(f"{where} has no '{missing[0]}'. It needs {', '.join(names)}.")
     return [record[name] for name in names]
-
-
-def _text(question: Any, where: str) -> str:
-    if not isinstance(question, str) or not question.strip():
-        raise UserError(f"{where} asks {question!r}: a question must be a text that is not empty.")
-    return question

@@ -4,7 +4,6 @@ Pictures on disk for a model: cut when they are looked at, since a dataset's cro
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -16,6 +15,8 @@ from PIL import Image
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.groups import content_hash
+from groupwise.data.rows import RowFilter
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
 from groupwise.workloads.controller.latency.source import COUNTED, load_estimator
 from groupwise.workloads.controller.model.adapters import Sample
@@ -35,10 +36,10 @@ from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from groupwise.workloads.controller.tasks.vqa.dataset import (
     Entry,
     Part,
+    describe_errors,
     filter_entries,
     read_entries,
     select_split,
-    told,
 )
 
 CACHED_IMAGES = 8
@@ -70,7 +71,7 @@ class ImageStore:
         check_length(len(before) + len(after), shapes, self.loaded)
         options = self.loaded.options
         sight = (dict(options.crops), dict(options.pixels), self._statistics)
-        name = hashlib.blake2b(repr((content, sight, before, after)).encode(), digest_size=16).hexdigest()
+        name = content_hash(repr((content, sight, before, after)))
         spoken = len(before) + len(after)
         tokens = {tier: spoken + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
         return Question(Sample(name, _LazyCrops(self, file), after, before), text, answers, tokens, image=file.name)
@@ -81,7 +82,7 @@ class ImageStore:
     def _look_once(self, file: Path) -> tuple[str, tuple[int, int]]:
         """A hash of the file, and the picture's size; a damaged file is refused."""
         size = open_image(file).size
-        return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest(), size
+        return content_hash(file.read_bytes()), size
 
     def _cut_blank(self, size: tuple[int, int]) -> Mapping[str, Tensor]:
         """Pictures of one size become crops of the same shapes: kept without memory behind them."""
@@ -129,7 +130,7 @@ def vqa_task(config: VqaConfig, device: torch.device) -> Task:
             *_notes(config, loaded, training, held_out),
             *_estimator_mismatch_notes(estimator),
             *(
-                [told([*missing, *damaged, *others], len(entries) + len(missing))]
+                [describe_errors([*missing, *damaged, *others], len(entries) + len(missing))]
                 if missing or damaged or others
                 else []
             ),
@@ -168,10 +169,12 @@ def _absolute_path(model: str) -> str:
 def _entries(config: VqaConfig) -> tuple[list[Entry], list[str]]:
     assert config.questions is not None
     assert config.images is not None
-    entries = read_entries(config.questions, config.annotations, config.images, config.image_name)
+    row_filter = RowFilter(config.on_bad_row, "--workload.on-bad-row")
+    entries = read_entries(config.questions, config.annotations, config.images, config.image_name, row_filter)
     if not entries:
         raise UserError(f"{config.questions} holds no questions.")
-    return filter_entries(entries, skip=config.on_missing == "skip")
+    complete, errors = filter_entries(entries, skip=config.on_bad_row == "skip")
+    return complete, [*row_filter.messages, *errors]
 
 
 def _questions(
@@ -189,9 +192,9 @@ def _questions(
 
     def usable(entry: Entry) -> bool:
         fault = album.fault(entry.image)
-        if fault and config.on_missing == "refuse":
-            raise UserError(f"{entry.place} cannot be asked. {fault} Or leave it out with --workload.on-missing skip.")
-        wrong.extend([f"{entry.place}: {fault}"] if fault else [])
+        if fault and config.on_bad_row == "refuse":
+            raise UserError(f"{entry.source} cannot be used. {fault} Or leave it out with --workload.on-bad-row skip.")
+        wrong.extend([f"{entry.source}: {fault}"] if fault else [])
         return not fault
 
     picked = islice((entry for entry in chosen if usable(entry)), most)

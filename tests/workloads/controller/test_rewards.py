@@ -7,13 +7,14 @@ import pytest
 import torch
 
 from groupwise.core.errors import UserError
+from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.rewards import (
-    accuracy_function,
     check_annotators,
     cost_table,
     exact,
     normalize_answer,
     penalty_terms,
+    reward_functions,
     vqa,
 )
 from workloads.controller.test_policy import MOLMOE
@@ -22,11 +23,13 @@ from workloads.controller.test_policy import MOLMOE
 def test_the_penalty_of_the_source_by_hand():
     terms = penalty_terms(torch.tensor([0.5, 1.0, 1.23], dtype=torch.float64))
     # sigmoid(-5), sigmoid(0), sigmoid(2.3)
-    assert terms["late"].tolist() == pytest.approx([-0.5 / (1 + math.exp(5)), -0.25, -0.5 / (1 + math.exp(-2.3))])
-    assert terms["overrun"].tolist() == pytest.approx([0, 0, -0.529])
-    assert terms["saving"].tolist() == pytest.approx([0.05, 0, 0])
+    assert terms["late_penalty"].tolist() == pytest.approx(
+        [-0.5 / (1 + math.exp(5)), -0.25, -0.5 / (1 + math.exp(-2.3))]
+    )
+    assert terms["overrun_penalty"].tolist() == pytest.approx([0, 0, -0.529])
+    assert terms["time_saved"].tolist() == pytest.approx([0.05, 0, 0])
     # a 23 % overshoot costs a right answer
-    assert terms["late"][2] + terms["overrun"][2] == pytest.approx(-1, abs=0.02)
+    assert terms["late_penalty"][2] + terms["overrun_penalty"][2] == pytest.approx(-1, abs=0.02)
 
 
 def test_the_cost_of_a_configuration_by_hand():
@@ -64,16 +67,35 @@ def test_answers_are_compared_plainly():
     assert normalize_answer("10:30, a.m. or 2.5") == "10:30 am or 2.5"
     assert normalize_answer("don't") == "dont"
     with pytest.raises(UserError, match="needs at least 3 annotators"):
-        check_annotators("vqa", [["a"] * 3, ["a"]])
-    check_annotators("exact", [["a"]])
-
-
-def test_a_function_of_ones_own():
-    assert accuracy_function("workloads.controller.test_terms:half")([], ["x", "y"]) == [0.5, 0.5]
-    for name, words in (("soft", "one of exact, vqa"), ("no_such:thing", "cannot be imported"), ("os:no", "no")):
-        with pytest.raises(UserError, match=words):
-            accuracy_function(name)
+        check_annotators(RewardFunctionsConfig(functions=("accuracy=vqa",)), [["a"] * 3, ["a"]])
+    check_annotators(RewardFunctionsConfig(functions=("exact",)), [["a"]])
 
 
 def half(prompts, completions, **columns):
     return [0.5] * len(completions)
+
+
+def functions_of(*specs):
+    return reward_functions(RewardFunctionsConfig(functions=specs))
+
+
+def test_a_function_without_a_name_is_the_accuracy():
+    functions = functions_of("workloads.controller.test_rewards:half", "right=exact")
+    assert list(functions) == ["accuracy", "right"]
+    assert functions["accuracy"]([], ["x", "y"]) == [0.5, 0.5]
+    assert list(functions_of("short=exact", "accuracy=vqa")) == ["short", "accuracy"]
+
+
+@pytest.mark.parametrize(
+    ("specs", "says"),
+    [
+        (("soft",), "one of exact, vqa"),
+        (("no_such:thing",), "cannot be imported"),
+        (("os:no",), "os has no 'no'"),
+        (("right=exact",), r"no reward called 'accuracy', only right.*accuracy=FUNCTION"),
+        (("exact", "vqa"), "two rewards called 'accuracy'"),
+    ],
+)
+def test_functions_that_are_refused(specs, says):
+    with pytest.raises(UserError, match=says):
+        functions_of(*specs)

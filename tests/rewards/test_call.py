@@ -32,16 +32,16 @@ def test_sync_and_async_functions_and_columns():
 
 
 def test_async_functions_run_together():
-    begun = time.perf_counter()
-    call_rewards({str(nth): slow_length for nth in range(10)}, PROMPTS, COMPLETIONS)
-    assert time.perf_counter() - begun < 1.0  # one after the other would take 2 s
+    start = time.perf_counter()
+    call_rewards({str(index): slow_length for index in range(10)}, PROMPTS, COMPLETIONS)
+    assert time.perf_counter() - start < 1.0  # one after the other would take 2 s
 
 
 def test_inside_a_running_event_loop_as_in_a_notebook():
     async def cell():
         return call_rewards({"length": length, "slow": slow_length}, PROMPTS, COMPLETIONS)
 
-    assert asyncio.run(cell()).values["slow"].tolist() == [1, 2, 3]
+    assert asyncio.run(cell()).per_rollout["slow"].tolist() == [1, 2, 3]
 
 
 def test_a_function_that_raises_leaves_its_own_term_missing_with_the_reason():
@@ -52,14 +52,14 @@ def test_a_function_that_raises_leaves_its_own_term_missing_with_the_reason():
     assert terms.per_rollout["length"].tolist() == [1, 2, 3]
     assert terms.per_rollout["broken"].isnan().all()
     assert "ZeroDivisionError: no words" in terms.failures["broken"]
-    assert "test_judge.py" in terms.failures["broken"]
+    assert "test_call.py" in terms.failures["broken"]
 
 
-@pytest.mark.parametrize("odd", [None, math.nan, math.inf])
-def test_none_nan_and_infinity_are_missing(odd):
-    terms = call_rewards({"r": lambda prompts, completions: [1.0, odd, 3]}, PROMPTS, COMPLETIONS)
+@pytest.mark.parametrize("value", [None, math.nan, math.inf])
+def test_none_nan_and_infinity_are_missing(value):
+    terms = call_rewards({"r": lambda prompts, completions: [1.0, value, 3]}, PROMPTS, COMPLETIONS)
     assert terms.per_rollout["r"].isnan().tolist() == [False, True, False]
-    assert f"returned {odd} for 1 of 3 rows" in terms.failures["r"]
+    assert f"returned {value} for 1 of 3 rows" in terms.failures["r"]
 
 
 def test_tensors_are_taken_too():
