@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from services import RewardService, reward_service
-from workloads.chat.tiny import chat_config, recipe
+from tiny.chat import chat_config, recipe
 from workloads.controller.small import SmallConfig as SmallController
 from workloads.flow.small import SmallConfig as SmallFlow
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
+from tiny.chat import chat_config, write_lines
+from tiny.llama import byte_tokenizer, save_model
 
 from groupwise.core.errors import UserError
 from groupwise.data.rows import RowFilter, read_rows
 from groupwise.workloads.chat.build import build
 from groupwise.workloads.chat.config import ChatConfig, ChatRewardsConfig, DataConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.data import PromptLimits, make_prompt_set
-from workloads.chat.tiny import byte_tokenizer, chat_config, save_model, write_lines
 
 CPU = torch.device("cpu")
 TOKENIZER = byte_tokenizer()
@@ -52,7 +53,7 @@ def test_prompts_from_parquet_and_from_a_function_are_the_same_conditions(tmp_pa
     base = chat_config(tmp_path)
     sources = [str(write_lines(tmp_path / "rows.jsonl", GOOD)), str(tmp_path / "rows.parquet"), "my_rows.py:rows"]
     workloads = [build(replace(base, data=DataConfig(train=source)), CPU) for source in sources]
-    ids = [workload.parts.training.group_ids.tolist() for workload in workloads]
+    ids = [workload.components.training.group_ids.tolist() for workload in workloads]
     assert ids[0] == ids[1] == ids[2]
     with pytest.raises(UserError, match=r"data.train is empty. Name a .jsonl file"):
         build(replace(base, data=DataConfig()), CPU)
@@ -147,9 +148,9 @@ def test_a_tokenizer_without_a_stop_token_needs_one_named(tmp_path):
     with pytest.raises(UserError, match="names '<stop>', which is not one token"):
         build(replace(endless, stop_tokens=("<stop>",)), CPU)
     named = build(replace(endless, stop_tokens=("<user>", ".")), CPU)
-    assert {TOKENIZER.decode([token]) for token in named.parts.sampling.stop_ids} == {"<user>", "."}
+    assert {TOKENIZER.decode([token]) for token in named.components.sampling.stop_token_ids} == {"<user>", "."}
     own = build(config, CPU)
-    assert own.parts.sampling.stop_ids == (TOKENIZER.eos_token_id,)
+    assert own.components.sampling.stop_token_ids == (TOKENIZER.eos_token_id,)
 
 
 def test_skipped_rows_are_shown_before_training(tmp_path):

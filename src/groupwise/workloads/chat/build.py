@@ -1,5 +1,5 @@
-"""From settings to a workload: model, tokenizer, prompts and rewards are loaded, and refused where they do not fit.
-The trained model of a run as a folder that transformers loads, its adapter merged in.
+"""From settings to a workload: load model, tokenizer, prompts and rewards. And `export` of a trained run as a folder
+that transformers loads, with its adapter merged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from groupwise.workloads.lora import merge_lora
 
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
-    """Everything on one device; the same on every rank."""
+    """Load the workload on one device. Every rank loads the same."""
     policy = base_policy(config, device)
     tokenizer = load_tokenizer(config)
-    sampling = replace(config.sampling, stop_ids=stop_ids(config, tokenizer, policy))
+    sampling = replace(config.sampling, stop_token_ids=stop_token_ids(config, tokenizer, policy))
     functions = reward_functions(config.rewards, max_new_tokens=sampling.max_new_tokens)
-    limits = PromptLimits(policy.longest, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
-    training = _prompts("train", tokenizer, config, limits)
-    held_out = _prompts("held_out", tokenizer, config, limits) if config.data.held_out else None
+    limits = PromptLimits(policy.max_positions, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
+    training = _load_prompts("train", tokenizer, config, limits)
+    held_out = _load_prompts("held_out", tokenizer, config, limits) if config.data.held_out else None
     return ChatWorkload(ChatComponents(policy, tokenizer, training, held_out, functions, sampling), config)
 
 
@@ -52,44 +52,47 @@ def load_tokenizer(config: ChatConfig) -> Any:
         ) from error
 
 
-def stop_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token, those of the model's generation config, and the user's own."""
-    found = set(config.sampling.stop_ids)
+def stop_token_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence token, those of the model's generation config, and the configured ones."""
+    stop_ids = set(config.sampling.stop_token_ids)
     if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    own = getattr(policy.causal_lm.generation_config, "eos_token_id", None)
-    found |= set(own if isinstance(own, list | tuple) else [own] if own is not None else [])
+        stop_ids.add(tokenizer.eos_token_id)
+    model_ids = getattr(policy.causal_lm.generation_config, "eos_token_id", None)
+    if model_ids is not None:
+        stop_ids |= set(model_ids if isinstance(model_ids, list | tuple) else [model_ids])
     for token in config.stop_tokens:
-        number = tokenizer.convert_tokens_to_ids(token)
-        if number is None or number == tokenizer.unk_token_id:
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id is None or token_id == tokenizer.unk_token_id:
             raise UserError(
                 f"stop_tokens names {token!r}, which is not one token of the tokenizer. Name a token of it."
             )
-        found.add(number)
-    if not found:
+        stop_ids.add(token_id)
+    if not stop_ids:
         raise UserError(
             f"The tokenizer of {config.policy.model!r} has no end-of-sequence token and the model's generation config"
             " names none, so no completion would ever end by itself. Name the token that ends one:"
             " --workload.stop-tokens TOKEN."
         )
-    return tuple(sorted(found))
+    return tuple(sorted(stop_ids))
 
 
-def _prompts(name: Literal["train", "held_out"], tokenizer: Any, config: ChatConfig, limits: PromptLimits) -> PromptSet:
+def _load_prompts(
+    name: Literal["train", "held_out"], tokenizer: Any, config: ChatConfig, limits: PromptLimits
+) -> PromptSet:
     row_filter = RowFilter(config.data.on_bad_row, "--workload.data.on-bad-row")
     records = read_rows(getattr(config.data, name), row_filter, setting=f"data.{name}")
     return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
 def export(run: Path | str, folder: Path | str) -> Path:
-    """Write model and tokenizer of the run's newest good checkpoint; averaged weights where the run kept any."""
+    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them."""
     run, folder = Path(run), Path(folder)
-    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda told: warnings.warn(told, stacklevel=2))
+    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
     config = ChatConfig(policy=_policy_config(run))
     policy = base_policy(config, torch.device("cpu"))
-    _fill(policy, checkpoint)
+    _load_weights(policy, checkpoint)
     if config.policy.lora_rank is not None:
         merge_lora(policy.model)
     policy.model.save_pretrained(folder)
@@ -107,9 +110,9 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 
 @torch.no_grad()
-def _fill(policy: LanguageModelPolicy, checkpoint: Path) -> None:
-    averaged = checkpoint / EMA_WEIGHTS
-    own = dict(policy.named_parameters())
-    for name, tensor in load_file(averaged if averaged.is_file() else checkpoint / WEIGHTS).items():
-        if name in own:
-            own[name].copy_(tensor)
+def _load_weights(policy: LanguageModelPolicy, checkpoint: Path) -> None:
+    ema = checkpoint / EMA_WEIGHTS
+    parameters = dict(policy.named_parameters())
+    for name, tensor in load_file(ema if ema.is_file() else checkpoint / WEIGHTS).items():
+        if name in parameters:
+            parameters[name].copy_(tensor)
