@@ -105,8 +105,8 @@ class Config:
     group_size: int = 8
     """Rollouts of each condition; they are compared only with each other."""
     rows_per_pass: int | Literal["auto"] = 8
-    """Rows that go through the model together. A memory knob: it never changes the result. auto takes the most that the
-    memory plan and a trial step on the device agree on."""
+    """Most rows that go through the model together; the last pass may be smaller. It limits memory and never changes
+    the result. auto takes the most that the memory plan and a trial step on the device agree on."""
     refill: int = 0
     """Rounds of further conditions that a step may roll out while fewer than conditions_per_step groups have spread
     (dynamic sampling). What is dropped is counted. 0 trains on what there is."""
