@@ -1,12 +1,12 @@
 """Whole GRPO steps (rollout, reward, update) against TRL's GRPOTrainer: the same tiny Llama, prompts, reward, tokens.
 
-One process, one thread, steps taken in turn; seconds are those of the processor. TRL runs with each micro batch in
-turn and the best one counts.
+One process, one thread, interleaved steps, CPU seconds. TRL runs with several micro-batch sizes and the best one
+counts.
 
 pip install -e '.[chat,bench]'
 python bench/chat.py                     speeds of all cases
 python bench/chat.py --case vocabulary   one of them
-python bench/chat.py --memory            peak memory, each side in a process of its own
+python bench/chat.py --memory            peak memory, each side in its own process
 python bench/chat.py --learn --steps 120 reward after equally many steps and samples, 3 seeds
 """
 
@@ -19,21 +19,21 @@ import subprocess
 import sys
 
 import torch
-from chat_sides import Case, StepTaken, groupwise_steps, run_trl
+from chat_sides import Case, StepResult, groupwise_steps, run_trl
 
 CASES = {
     "short": Case("1 M parameters, prompt 32, 64 new, 8 x 2", prompt=32, new=64, group=8),
     "long": Case("1 M parameters, prompt 256, 64 new, 16 x 2", prompt=256, new=64, group=16),
     "large": Case("25 M parameters, prompt 256, 64 new, 16 x 2", prompt=256, new=64, group=16, width=512, layers=8),
     "ragged": Case(
-        "25 M parameters, prompt 256, 1 to 192 new, 16 x 2", 256, 192, 16, width=512, layers=8, end_share=1 / 40
+        "25 M parameters, prompt 256, 1 to 192 new, 16 x 2", 256, 192, 16, width=512, layers=8, stop_probability=1 / 40
     ),
     "vocabulary": Case("vocabulary 32,768, prompt 256, 64 new, 16 x 2", prompt=256, new=64, group=16, vocabulary=32768),
 }
-WANTED = {"short": 1.5, "long": 3.5, "large": 4.0, "ragged": 7.0, "vocabulary": 8.0}
+REQUIRED_RATIO = {"short": 1.5, "long": 3.5, "large": 4.0, "ragged": 7.0, "vocabulary": 8.0}
 
 
-def rate(steps: list[StepTaken]) -> float:
+def rate(steps: list[StepResult]) -> float:
     """Completion tokens a second over all steps after the first, which warms up."""
     return sum(step.tokens for step in steps[1:]) / sum(step.seconds for step in steps[1:])
 
@@ -42,33 +42,33 @@ def compare(name: str, steps: int, micro_batch: int | None) -> None:
     case = CASES[name]
     micro_batches = [micro_batch] if micro_batch else [size for size in (8, 16, 32) if case.rows % size == 0]
     ours = groupwise_steps(case, 1000)
-    found: dict[int, tuple[list[StepTaken], list[StepTaken]]] = {}
+    results: dict[int, tuple[list[StepResult], list[StepResult]]] = {}
     for size in micro_batches:
-        mine: list[StepTaken] = []
+        mine: list[StepResult] = []
         theirs = run_trl(case, steps, size, between=lambda mine=mine: mine.append(next(ours)))
-        found[size] = (mine, theirs)
-    print(f"{case.name}: completion tokens a second, {steps - 1} steps in turn")
-    best = max(micro_batches, key=lambda size: rate(found[size][1]))
-    for size, (mine, theirs) in found.items():
+        results[size] = (mine, theirs)
+    print(f"{case.name}: completion tokens a second, {steps - 1} interleaved steps")
+    best = max(micro_batches, key=lambda size: rate(results[size][1]))
+    for size, (mine, theirs) in results.items():
         ratios = [a.tokens / a.seconds / (b.tokens / b.seconds) for a, b in zip(mine[1:], theirs[1:], strict=True)]
         print(
             f"  TRL with {size:2d} rows a pass {rate(theirs):8.0f}   groupwise {rate(mine):8.0f}   ratio"
             f" {rate(mine) / rate(theirs):5.2f} (of single steps {min(ratios):.2f} to {max(ratios):.2f})"
-            + (f"   <- TRL's best; wanted {WANTED[name]}" if size == best else "")
+            + (f"   <- TRL's best; required {REQUIRED_RATIO[name]}" if size == best else "")
         )
         sys.stdout.flush()
 
 
 def peak_of(side: str, case: Case, micro_batch: int) -> None:
-    """Print the growth of this process's largest memory over two steps, after one of a model of next to no size: by
-    then all libraries are loaded.
+    """Print how much the peak memory of this process grows in two steps, after a step of a tiny model that loads all
+    libraries.
     """
 
-    def run(which: Case, steps: int, rows: int) -> int:
+    def run(case: Case, steps: int, rows: int) -> int:
         if side == "trl":
-            run_trl(which, steps, rows)
+            run_trl(case, steps, rows)
         else:
-            list(groupwise_steps(which, steps))
+            list(groupwise_steps(case, steps))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
     before = run(Case("tiny", prompt=4, new=8, group=4, width=32, layers=1), 1, 8)
@@ -83,10 +83,10 @@ def memory(name: str, micro_batch: int | None) -> None:
         command = [sys.executable, __file__, "--case", name, "--peak-of", side, "--micro-batch", str(rows)]
         output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         peaks[f"{side}, {rows} rows a pass"] = int(output.split()[-1])
-    print(f"{case.name}: peak memory of two steps, above that of a tiny model's, each side in its own process")
+    print(f"{case.name}: peak memory of two steps above that of a tiny model, each side in its own process")
     ours = next(iter(peaks.values()))
-    for which, peak in peaks.items():
-        print(f"  {which:<28} {peak / 2**20:8.0f} MiB   groupwise / this {ours / peak:5.2f}")
+    for side, peak in peaks.items():
+        print(f"  {side:<28} {peak / 2**20:8.0f} MiB   groupwise / this {ours / peak:5.2f}")
 
 
 def learn(steps: int) -> None:
@@ -112,16 +112,16 @@ def main() -> None:
     parser.add_argument("--learn", action="store_true")
     parser.add_argument("--peak-of", choices=("groupwise", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--micro-batch", type=int, help="of TRL; all that divide the step by default")
-    chosen = parser.parse_args()
-    if chosen.peak_of:
-        peak_of(chosen.peak_of, CASES[chosen.case], chosen.micro_batch)
-    elif chosen.memory:
-        memory(chosen.case or "vocabulary", chosen.micro_batch)
-    elif chosen.learn:
-        learn(chosen.steps)
+    arguments = parser.parse_args()
+    if arguments.peak_of:
+        peak_of(arguments.peak_of, CASES[arguments.case], arguments.micro_batch)
+    elif arguments.memory:
+        memory(arguments.case or "vocabulary", arguments.micro_batch)
+    elif arguments.learn:
+        learn(arguments.steps)
     else:
-        for name in [chosen.case] if chosen.case else CASES:
-            compare(name, chosen.steps, chosen.micro_batch)
+        for name in [arguments.case] if arguments.case else CASES:
+            compare(name, arguments.steps, arguments.micro_batch)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def batch() -> tuple[list[list[int]], list[Completion], torch.Tensor, torch.Tens
     prompts = [make_prompts(CASE, 2)[0], make_prompts(CASE, 2)[1][:7]]
     zeros = [torch.zeros(length) for length in LENGTHS]
     ids = [tuple(torch.randint(2, CASE.vocabulary, (length,)).tolist()) for length in LENGTHS]
-    completions = [Completion(each, none, none, True) for each, none in zip(ids, zeros, strict=True)]
+    completions = [Completion(tokens, unknown, unknown, True) for tokens, unknown in zip(ids, zeros, strict=True)]
     shape = len(LENGTHS), CASE.new
     return prompts, completions, torch.randn(len(LENGTHS)), 0.2 * torch.randn(shape), 0.2 * torch.randn(shape)
 
@@ -51,13 +51,15 @@ def main() -> None:
     torch.set_num_threads(1)
     prompts, completions, advantages, drift, reference_drift = batch()
     of, mask = [0] * 4 + [1] * 4, completion_mask(completions)
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(each.ids) for each in completions], batch_first=True)
-    prompt_ids = torch.tensor([[0] * (CASE.prompt - len(prompts[nth])) + prompts[nth] for nth in of])
+    ids = torch.nn.utils.rnn.pad_sequence(
+        [torch.tensor(completion.ids) for completion in completions], batch_first=True
+    )
+    prompt_ids = torch.tensor([[0] * (CASE.prompt - len(prompts[prompt])) + prompts[prompt] for prompt in of])
     print("loss of one batch, TRL and groupwise, their difference, and that of the gradients relative to their norm")
     for name, (trl_settings, loss_config) in SETTINGS.items():
         trainer, _ = trl_trainer(CASE, 1, 8, use_bias_correction_kl=False, **trl_settings)
-        trainer.beta = 0.04  # given at first, it would look for a reference model on the hub
-        policy = make_policy(copy.deepcopy(trainer.model), PolicyConfig(path="shared"))
+        trainer.beta = 0.04  # as a setting it would load a reference model from the hub
+        policy = make_policy(copy.deepcopy(trainer.model), PolicyConfig(forward="shared_prefix"))
         scored = score(policy, prompts, of, completions, SamplingParams(max_new_tokens=CASE.new))
         old, reference = scored.logp.detach() + drift, scored.logp.detach() + reference_drift
         scored = gw.Scores(scored.logp, reference_logp=reference)
@@ -68,7 +70,7 @@ def main() -> None:
         inputs = {
             "prompt_ids": prompt_ids,
             "prompt_mask": torch.tensor(
-                [[0] * (CASE.prompt - len(prompts[nth])) + [1] * len(prompts[nth]) for nth in of]
+                [[0] * (CASE.prompt - len(prompts[prompt])) + [1] * len(prompts[prompt]) for prompt in of]
             ),
             "completion_ids": ids,
             "completion_mask": mask.int(),
@@ -79,11 +81,13 @@ def main() -> None:
         }
         theirs = trainer._compute_loss(trainer.model, inputs)
         theirs.backward()
-        wanted, found = gradient_of(trainer.model), gradient_of(policy.model)
-        gap = ((wanted - found).norm() / wanted.norm()).item()
-        print(f"  {name:<15} {theirs.item():+.7f} {ours.item():+.7f} {abs(theirs.item() - ours.item()):.1e} {gap:.1e}")
+        expected, gradient = gradient_of(trainer.model), gradient_of(policy.model)
+        error = ((expected - gradient).norm() / expected.norm()).item()
+        print(
+            f"  {name:<15} {theirs.item():+.7f} {ours.item():+.7f} {abs(theirs.item() - ours.item()):.1e} {error:.1e}"
+        )
         assert abs(theirs.item() - ours.item()) < 1e-5
-        assert gap < 1e-4
+        assert error < 1e-4
 
 
 if __name__ == "__main__":

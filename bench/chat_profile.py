@@ -1,4 +1,4 @@
-"""Where a step's time goes on one thread, rollout and update apart, against the rate of large matrix products.
+"""Where a step's CPU time goes on one thread, for rollout and update, against the rate of large matrix products.
 
 python bench/chat_profile.py            1 M parameters, prompt 256, 64 new, 16 x 2
 python bench/chat_profile.py --width 512 --layers 8
@@ -25,12 +25,12 @@ OPERATORS = {
         "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
     "softmax and sampling": ("aten::exp_", "aten::amax", "aten::cumsum", "aten::searchsorted", "aten::linalg_vecdot"),
-    "moving and joining": ("aten::copy_", "aten::cat", "aten::index", "aten::index_put_", "aten::fill_"),
+    "copies and indexing": ("aten::copy_", "aten::cat", "aten::index", "aten::index_put_", "aten::fill_"),
 }
 
 
 def gemm_rate() -> float:
-    """Floating point operations a second of the processor in products of 1024 x 1024 matrices."""
+    """Floating point operations a CPU second in products of 1024 x 1024 matrices."""
     left, right = torch.randn(1024, 1024), torch.randn(1024, 1024)
     spent = []
     for _ in range(7):
@@ -40,7 +40,7 @@ def gemm_rate() -> float:
     return 2 * 1024**3 / min(spent)
 
 
-def shares(act: Callable[[], object], rate: float) -> None:
+def print_profile(act: Callable[[], object], rate: float) -> None:
     with profile(activities=[ProfilerActivity.CPU], with_flops=True) as profiled:
         begun, wall = time.process_time(), time.perf_counter()
         act()
@@ -51,9 +51,7 @@ def shares(act: Callable[[], object], rate: float) -> None:
     kinds = {kind: sum(by_name.get(name, 0.0) for name in names) for kind, names in OPERATORS.items()}
     kinds["other operators"] = sum(by_name.values()) - sum(kinds.values())
     kinds["Python between them"] = 1 - sum(by_name.values())
-    print(
-        f"  {spent:.2f} s of the processor, {flops / 1e9:.1f} GFLOP in products: {flops / rate:.2f} s at the GEMM rate"
-    )
+    print(f"  {spent:.2f} CPU seconds, {flops / 1e9:.1f} GFLOP in products: {flops / rate:.2f} s at the GEMM rate")
     for kind, share in kinds.items():
         print(f"    {kind:<22} {100 * share:5.1f} %")
 
@@ -85,7 +83,7 @@ def main() -> None:
     print(f"{weights:,} parameters; large products run at {rate / 1e9:.0f} GFLOP/s")
     for name, act in (("rollout", lambda: workload.rollout(rows)), ("score and backward", update)):
         print(name)
-        shares(act, rate)
+        print_profile(act, rate)
 
 
 if __name__ == "__main__":

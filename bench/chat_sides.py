@@ -1,4 +1,4 @@
-"""One task, twice: the same tiny Llama, prompts and reward under groupwise's loop and under TRL's GRPOTrainer."""
+"""The same tiny Llama, prompts and reward under groupwise's loop and under TRL's GRPOTrainer."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Case:
     width: int = 128
     layers: int = 4
     vocabulary: int = 512
-    end_share: float = 0.0
-    """Chance of the stop token at each place; 0 for answers that are all as long as allowed."""
+    stop_probability: float = 0.0
+    """Probability of the stop token at each position; 0 for completions of max_new_tokens."""
     prompts: int = 2
     rows_per_pass: int | None = None
     """None for all rows of the step in one pass."""
@@ -48,8 +48,8 @@ class Case:
 
     @property
     def stop(self) -> int:
-        """A token that the model can say, or one that is beyond its vocabulary."""
-        return 1 if self.end_share else self.vocabulary
+        """A token of the model's vocabulary, or one beyond it, which is never sampled."""
+        return 1 if self.stop_probability else self.vocabulary
 
 
 def make_model(case: Case, seed: int = 0) -> transformers.LlamaForCausalLM:
@@ -69,40 +69,40 @@ def make_model(case: Case, seed: int = 0) -> transformers.LlamaForCausalLM:
         tie_word_embeddings=False,
     )
     model = transformers.LlamaForCausalLM(config)
-    if case.end_share:
-        _say_stop_often(model, case)
+    if case.stop_probability:
+        _raise_stop_probability(model, case)
     return model
 
 
 @torch.no_grad()
-def _say_stop_often(model: transformers.LlamaForCausalLM, case: Case) -> None:
-    """One number of the hidden state is made large; the stop token's logit hangs on what the layers leave of it."""
+def _raise_stop_probability(model: transformers.LlamaForCausalLM, case: Case) -> None:
+    """Make one component of the hidden states large and let the stop token's logit depend on it."""
     model.model.embed_tokens.weight[:, 0] = 4.0
     states = model.model(torch.tensor(make_prompts(case, 4))).last_hidden_state
-    odds = case.end_share / (1 - case.end_share) * case.vocabulary
+    odds = case.stop_probability / (1 - case.stop_probability) * case.vocabulary
     model.lm_head.weight[:, 0] = 0
     model.lm_head.weight[case.stop] = 0
     model.lm_head.weight[case.stop, 0] = torch.tensor(odds).log() / states[:, -1, 0].mean()
 
 
 def make_prompts(case: Case, count: int = 64, seed: int = 0) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [[chance.randrange(2, case.vocabulary) for _ in range(case.prompt)] for _ in range(count)]
+    generator = random.Random(seed)
+    return [[generator.randrange(2, case.vocabulary) for _ in range(case.prompt)] for _ in range(count)]
 
 
-def even_share(ids: Sequence[int]) -> float:
-    """The reward: the share of tokens with an even number."""
+def even_fraction(ids: Sequence[int]) -> float:
+    """The reward: the fraction of tokens with an even id."""
     return sum(token % 2 == 0 for token in ids) / max(1, len(ids))
 
 
 class EvenTokens(gw.Workload):
-    """Groupwise's side: the chat engine under the loop of every workload."""
+    """Groupwise's side: the chat engine under the training loop."""
 
     def __init__(self, case: Case, seed: int):
         self.case, self.prompts = case, make_prompts(case)
-        self.policy = make_policy(make_model(case, seed), PolicyConfig(path="shared"))
+        self.policy = make_policy(make_model(case, seed), PolicyConfig(forward="shared_prefix"))
         self.num_conditions = len(self.prompts)
-        self.sampling = SamplingParams(max_new_tokens=case.new, stop_ids=(case.stop,))
+        self.sampling = SamplingParams(max_new_tokens=case.new, stop_token_ids=(case.stop,))
         self.tokens = 0
 
     def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
@@ -111,10 +111,13 @@ class EvenTokens(gw.Workload):
         self.tokens = sum(map(len, completions))
         ids = torch.tensor([gw.group_id(prompt) for prompt in of])
         data = {"prompt": of, "completion": completions}
-        return gw.Rollouts(ids, pad_rows([each.logps for each in completions]), completion_mask(completions), data)
+        return gw.Rollouts(
+            ids, pad_rows([completion.logps for completion in completions]), completion_mask(completions), data
+        )
 
     def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
-        return gw.RewardTerms({"even": torch.tensor([even_share(each.ids) for each in rollouts.data["completion"]])})
+        rewards = [even_fraction(completion.ids) for completion in rollouts.data["completion"]]
+        return gw.RewardTerms({"even": torch.tensor(rewards)})
 
     def score(self, rollouts: gw.Rollouts) -> gw.Scores:
         columns = rollouts.data["prompt"], rollouts.data["completion"]
@@ -127,14 +130,14 @@ class EvenTokens(gw.Workload):
 
 
 @dataclass(frozen=True)
-class StepTaken:
+class StepResult:
     seconds: float
-    """Of the processor: other programs on the machine do not count."""
+    """CPU seconds: other programs on the machine do not count."""
     tokens: int
     reward: float
 
 
-def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0) -> Iterator[StepTaken]:
+def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0) -> Iterator[StepResult]:
     workload = EvenTokens(case, seed)
     config = gw.Config(
         gw.WorkloadConfig(),
@@ -155,9 +158,9 @@ def groupwise_steps(case: Case, steps: int, *, rate: float = 1e-6, seed: int = 0
         step = next(taken, None)
         if step is None:
             return
-        found = StepTaken(time.process_time() - begun, workload.tokens, step.metrics["reward"])
-        print(f"groupwise: {found}", file=sys.stderr, flush=True)
-        yield found
+        result = StepResult(time.process_time() - begun, workload.tokens, step.metrics["reward"])
+        print(f"groupwise: {result}", file=sys.stderr, flush=True)
+        yield result
 
 
 def make_tokenizer(case: Case) -> transformers.PreTrainedTokenizerFast:
@@ -181,9 +184,9 @@ def trl_trainer(case: Case, steps: int, micro_batch: int, *, rate: float = 1e-6,
     counted: list[tuple[int, float]] = []
 
     def reward(prompts: list[str], completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
-        found = [even_share(ids) for ids in completion_ids]
-        counted.append((sum(map(len, completion_ids)), sum(found) / len(found)))
-        return found
+        rewards = [even_fraction(ids) for ids in completion_ids]
+        counted.append((sum(map(len, completion_ids)), sum(rewards) / len(rewards)))
+        return rewards
 
     texts = [" ".join(f"t{token}" for token in prompt) for prompt in make_prompts(case)]
     settings = {
@@ -223,8 +226,8 @@ def run_trl(
     rate: float = 1e-6,
     seed: int = 0,
     between: Callable[[], None] | None = None,
-) -> list[StepTaken]:
-    """All of its steps; `between` is called after each of them, outside of its time."""
+) -> list[StepResult]:
+    """All steps of TRL; `between` is called after each of them and is not timed."""
     trainer, counted = trl_trainer(case, steps, micro_batch, rate=rate, seed=seed)
     seconds: list[float] = []
 
@@ -237,11 +240,11 @@ def run_trl(
         def on_step_end(self, *_: object, **__: object) -> None:
             seconds.append(time.process_time() - self.begun)
             print(
-                f"TRL, {micro_batch} rows a pass: {StepTaken(seconds[-1], *counted[-1])}", file=sys.stderr, flush=True
+                f"TRL, {micro_batch} rows a pass: {StepResult(seconds[-1], *counted[-1])}", file=sys.stderr, flush=True
             )
             if between is not None:
                 between()
 
     trainer.add_callback(Clock())
     trainer.train()
-    return [StepTaken(spent, *found) for spent, found in zip(seconds, counted, strict=True)]
+    return [StepResult(spent, *counts) for spent, counts in zip(seconds, counted, strict=True)]

@@ -42,7 +42,7 @@ def test_every_parameter_of_an_adapter_is_counted(model_type):
     from groupwise.workloads.chat.engine.policy import make_policy
 
     model = transformers.AutoModelForCausalLM.from_config(config_of(model_type))
-    policy = make_policy(model, PolicyConfig(model="-", lora_rank=8, path="plain"))
+    policy = make_policy(model, PolicyConfig(model="-", lora_rank=8, forward="plain"))
     trained = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
     assert architecture(config_of(model_type).to_dict()).lora_params(8) == trained
 

@@ -1,4 +1,4 @@
-"""The tokenizer: bytes merged by frequency in the dialogues, digits one by one, and a chat template."""
+"""The tokenizer of the embedded chat model: byte-level BPE with single digits, and a chat template."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ TEMPLATE = (
 
 
 def train_tokenizer(dialogues: int = 2000) -> PreTrainedTokenizerFast:
-    """The same every time: byte-level BPE, so that any text at all can be encoded."""
-    raw = Tokenizer(models.BPE())
-    raw.pre_tokenizer = pre_tokenizers.Sequence(
+    """Train the tokenizer on generated dialogues. Deterministic; byte-level, so that it can encode any text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    raw.decoder = decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
         special_tokens=[PAD, END, USER, ASSISTANT, SYSTEM],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    raw.train_from_iterator(_texts(dialogues), trainer)
+    tokenizer.train_from_iterator(_corpus(dialogues), trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=raw,
+        tokenizer_object=tokenizer,
         pad_token=PAD,
         eos_token=END,
         additional_special_tokens=[USER, ASSISTANT, SYSTEM],
@@ -42,7 +42,7 @@ def train_tokenizer(dialogues: int = 2000) -> PreTrainedTokenizerFast:
     )
 
 
-def _texts(count: int) -> list[str]:
+def _corpus(count: int) -> list[str]:
     random = np.random.default_rng(0)
     texts = []
     for _ in range(count):

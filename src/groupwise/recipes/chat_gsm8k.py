@@ -35,7 +35,7 @@ def recipe() -> Config:
             ),
             sampling=SamplingParams(max_new_tokens=512),
             judge=JudgeConfig(functions=("numeric",)),
-            eval=ChatEvalConfig(questions=256, samples=1, report_samples=8),
+            eval=ChatEvalConfig(num_prompts=256, samples_per_prompt=1, report_samples_per_prompt=8),
         ),
         steps=400,
         conditions_per_step=32,  # 4 questions a rank of 8

@@ -5,13 +5,14 @@ from dataclasses import replace
 import datasets
 import pytest
 import torch
+from tiny.chat import chat_config, write_lines
+from tiny.llama import byte_tokenizer, save_model
 
 from groupwise.core.errors import UserError
 from groupwise.data.rows import read_rows
 from groupwise.workloads.chat.build import build
 from groupwise.workloads.chat.config import DataConfig, JudgeConfig, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.data import PromptLimits, make_prompt_set
-from workloads.chat.tiny import byte_tokenizer, chat_config, save_model, write_lines
 
 CPU = torch.device("cpu")
 TOKENIZER = byte_tokenizer()
@@ -165,9 +166,9 @@ def test_a_tokenizer_without_a_stop_token_needs_one_named(tmp_path):
     with pytest.raises(UserError, match="names '<stop>', which is not one token"):
         build(replace(endless, stop_tokens=("<stop>",)), CPU)
     named = build(replace(endless, stop_tokens=("<user>", ".")), CPU)
-    assert {TOKENIZER.decode([token]) for token in named.parts.sampling.stop_ids} == {"<user>", "."}
+    assert {TOKENIZER.decode([token]) for token in named.components.sampling.stop_token_ids} == {"<user>", "."}
     own = build(config, CPU)
-    assert own.parts.sampling.stop_ids == (TOKENIZER.eos_token_id,)
+    assert own.components.sampling.stop_token_ids == (TOKENIZER.eos_token_id,)
 
 
 def test_dropped_rows_are_shown_before_training(tmp_path):
@@ -184,7 +185,7 @@ def test_other_questions_to_evaluate_on_than_to_train_on_are_pointed_out(tmp_pat
     notes = build(
         chat_config(tmp_path, data=own, sampling=SamplingParams(max_new_tokens=6)), CPU
     ).reporter.preflight_notes()
-    assert any("evaluation asks the embedded sums" in note for note in notes)
+    assert any("evaluation uses the embedded sums" in note for note in notes)
     assert not any("embedded sums" in note for note in build(chat_config(tmp_path), CPU).reporter.preflight_notes())
 
 

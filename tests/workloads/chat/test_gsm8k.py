@@ -5,10 +5,11 @@ import time
 
 import pytest
 from processes import start
+from tiny.chat import write_lines
+from tiny.llama import save_model
 
 from groupwise.cli.main import main
 from groupwise.training.run_folder import read_jsonl
-from workloads.chat.tiny import save_model, write_lines
 
 LINES = [
     {
@@ -29,7 +30,7 @@ def files(tmp_path_factory):
     return folder
 
 
-def words(files, **others):
+def flags(files, **others):
     settings = {
         "workload.policy.model": files / "model",
         "workload.data.train": files / "train.jsonl",
@@ -44,21 +45,21 @@ def words(files, **others):
     return [part for name, value in settings.items() for part in (f"--{name}", str(value))]
 
 
-def test_it_trains_and_is_judged(files, tmp_path, capsys):
+def test_it_trains_and_is_evaluated(files, tmp_path, capsys):
     run = tmp_path / "run"
-    assert main(["train", "chat-gsm8k", *words(files, **{"run-dir": run})]) == 0
+    assert main(["train", "chat-gsm8k", *flags(files, **{"run-dir": run})]) == 0
     (metrics,) = read_jsonl(run / "metrics.jsonl")
     assert metrics["reward/numeric"] == 0  # a random model
-    assert metrics["truncated_share"] > 0
+    assert metrics["truncated_fraction"] > 0
     sample = read_jsonl(run / "samples.jsonl")[0]
     assert "four hash signs" in sample["prompt"]
     assert "Tom has" in sample["prompt"]
     assert sample["answer"].startswith("Tom has")
     assert "Samples of step 0" in capsys.readouterr().err
     assert main(["eval", str(run)]) == 0
-    said = capsys.readouterr().out
-    assert "pass@k on 3 held-out questions" in said
-    assert "untrained" in said
+    output = capsys.readouterr().out
+    assert "pass@k on 3 held-out prompts" in output
+    assert "base" in output
     report = json.loads((run / "eval.json").read_text())["report"]
     assert report["policies"]["trained"]["pass_at"]["8"]["mean"] == 0
     assert (run / "eval.png").stat().st_size > 5000
@@ -66,14 +67,14 @@ def test_it_trains_and_is_judged(files, tmp_path, capsys):
 
 def test_a_broken_line_ends_with_code_2_and_its_number(files, tmp_path, capsys):
     broken = write_lines(tmp_path / "broken.jsonl", [LINES[0], '{"question": "cut sh'])
-    assert main(["check", "chat-gsm8k", *words(files, **{"workload.data.train": broken})]) == 2
+    assert main(["check", "chat-gsm8k", *flags(files, **{"workload.data.train": broken})]) == 2
     assert "broken.jsonl, line 2: it is not JSON" in " ".join(capsys.readouterr().err.split())
 
 
-def test_killed_at_any_moment_and_resumed_it_ends_bit_by_bit_the_same(files, tmp_path):
+def test_killed_at_any_moment_and_resumed_it_ends_bit_identical(files, tmp_path):
     def command(run):
         others = {"run-dir": tmp_path / run, "steps": 5, "checkpoint-every": 1, "workload.data.held-out": ""}
-        return ["train", "chat-gsm8k", *words(files, **others), "--no-preflight", "--resume"]
+        return ["train", "chat-gsm8k", *flags(files, **others), "--no-preflight", "--resume"]
 
     killed = start(*command("killed"))
     while not list((tmp_path / "killed" / "checkpoints").glob("step-*")):

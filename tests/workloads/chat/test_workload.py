@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import TESTS, on_ranks
+from tiny.chat import QUESTIONS, chat_config, recipe
+from tiny.llama import byte_tokenizer
 from torch.testing import assert_close
 
 import groupwise as gw
@@ -19,7 +21,6 @@ from groupwise.workloads.chat.config import ChatEvalConfig, JudgeConfig, PolicyC
 from groupwise.workloads.chat.engine.generate import generate
 from groupwise.workloads.chat.workload import ChatWorkload
 from workloads.chat.ranks import outcome
-from workloads.chat.tiny import QUESTIONS, byte_tokenizer, chat_config, recipe
 
 CPU = torch.device("cpu")
 GOLDEN = TESTS / "golden" / "chat.json"
@@ -44,31 +45,34 @@ def some(rows, numbers):
     return replace(rows, group=rows.group[numbers], member=rows.member[numbers], condition=rows.condition[numbers])
 
 
+def ids_of(completions):
+    return [completion.ids for completion in completions]
+
+
 def train(config, path, **run):
     return gw.train(replace(config, run=gw.RunConfig(run_dir=path, **run)))
 
 
-def test_a_rollout_is_what_was_said_and_scores_the_same_again(workload):
+def test_a_rollout_has_the_log_probs_that_scoring_gives(workload):
     rollouts = workload.rollout(rows_of(6, 4))
     assert len(rollouts) == 24
     scored = workload.score(rollouts)
     assert_close(scored.logp.detach()[rollouts.mask], rollouts.logp[rollouts.mask], rtol=0, atol=1e-5)
     lengths = torch.tensor([len(completion.ids) for completion in rollouts.data["completion"]])
     assert torch.equal(rollouts.mask.sum(1), lengths)
-    assert torch.equal(rollouts.group_ids, workload.parts.training.group_ids[rollouts.data["condition"]])
+    assert torch.equal(rollouts.group_ids, workload.components.training.group_ids[rollouts.data["condition"]])
 
 
-def test_what_a_member_says_depends_on_its_key_alone(workload, folder):
+def test_a_completion_depends_on_its_key_alone(workload, folder):
     rows = rows_of(6, 4)
     together = workload.rollout(rows).data["completion"]
     numbers = torch.tensor([17, 3, 8])
     apart = workload.rollout(some(rows, numbers)).data["completion"]
     narrow = chat_config(folder, decode_rows=2).build(CPU).rollout(rows).data["completion"]
-    assert [said.ids for said in apart] == [together[row].ids for row in numbers.tolist()]
-    assert [said.ids for said in narrow] == [said.ids for said in together]
-    assert [said.ids for said in workload.rollout(rows_of(6, 4, step=1)).data["completion"]] != [
-        s.ids for s in together
-    ]
+    later = workload.rollout(rows_of(6, 4, step=1)).data["completion"]
+    assert ids_of(apart) == ids_of([together[row] for row in numbers.tolist()])
+    assert ids_of(narrow) == ids_of(together)
+    assert ids_of(later) != ids_of(together)
 
 
 def test_stop_tokens_are_trained_and_truncation_can_be_masked(folder):
@@ -76,31 +80,31 @@ def test_stop_tokens_are_trained_and_truncation_can_be_masked(folder):
         CPU
     )
     rollouts = ends.rollout(rows_of(12, 8))
-    stopped = torch.tensor([said.stopped for said in rollouts.data["completion"]])
+    stopped = torch.tensor([completion.stopped for completion in rollouts.data["completion"]])
     assert stopped.any()
     assert (~stopped).any()
     assert not rollouts.mask[~stopped].any()
     for row in stopped.nonzero().flatten().tolist():
-        said = rollouts.data["completion"][row]
-        assert said.ids[-1] == byte_tokenizer().eos_token_id
-        assert rollouts.mask[row].sum() == len(said.ids)
+        completion = rollouts.data["completion"][row]
+        assert completion.ids[-1] == byte_tokenizer().eos_token_id
+        assert rollouts.mask[row].sum() == len(completion.ids)
 
 
-def test_rewards_see_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
-    seen = {}
+def test_rewards_receive_the_dialogue_the_columns_and_the_ids(folder, monkeypatch):
+    received = {}
 
-    def look(prompts, completions, completion_ids, answer, **columns):
-        seen.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
+    def record(prompts, completions, completion_ids, answer, **columns):
+        received.update(prompts=prompts, completions=completions, ids=completion_ids, answer=answer)
         return [0.0] * len(completions)
 
-    monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "look", look, raising=False)
-    watched = chat_config(folder, judge=JudgeConfig(functions=("workloads.chat.tiny:look",))).build(CPU)
-    rollouts = watched.rollout(rows_of(2, 2))
-    assert list(watched.rewards(rollouts).values) == ["look"]
-    assert seen["prompts"][2] == [{"role": "user", "content": "say 1"}]
-    assert seen["answer"] == ["#### 0", "#### 0", "#### 1", "#### 1"]
-    assert [tuple(ids) for ids in seen["ids"]] == [said.ids for said in rollouts.data["completion"]]
-    assert [said[0]["role"] for said in seen["completions"]] == ["assistant"] * 4
+    monkeypatch.setattr(sys.modules["tiny.chat"], "record", record, raising=False)
+    workload = chat_config(folder, judge=JudgeConfig(functions=("tiny.chat:record",))).build(CPU)
+    rollouts = workload.rollout(rows_of(2, 2))
+    assert list(workload.rewards(rollouts).per_rollout) == ["record"]
+    assert received["prompts"][2] == [{"role": "user", "content": "say 1"}]
+    assert received["answer"] == ["#### 0", "#### 0", "#### 1", "#### 1"]
+    assert [tuple(ids) for ids in received["ids"]] == ids_of(rollouts.data["completion"])
+    assert [messages[0]["role"] for messages in received["completions"]] == ["assistant"] * 4
 
 
 def test_training_follows_the_golden_curve_and_leaves_its_metrics(folder, tmp_path):
@@ -110,38 +114,43 @@ def test_training_follows_the_golden_curve_and_leaves_its_metrics(folder, tmp_pa
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
     assert rewards == pytest.approx(json.loads(GOLDEN.read_text()), abs=0.02)
     for entry in metrics:
-        assert entry["tokens"] == pytest.approx(6, abs=0.7)
-        assert 0 <= entry["truncated_share"] <= 1
-        assert {"tokens_better", "tokens_worse", "entropy_sampled", "entropy", "ratio_max", "zero_spread_share"} <= set(
-            entry
-        )
+        assert entry["completion_tokens"] == pytest.approx(6, abs=0.7)
+        assert 0 <= entry["truncated_fraction"] <= 1
+        assert {
+            "completion_tokens_positive_advantage",
+            "completion_tokens_negative_advantage",
+            "rollout_entropy",
+            "entropy",
+            "ratio_max",
+            "zero_spread_share",
+        } <= set(entry)
     (sample, *_) = read_jsonl(tmp_path / "samples.jsonl")
     assert set(sample) >= {"prompt", "completion", "answer", "tokens", "truncated", "reward", "rewards", "advantage"}
     assert sample["prompt"].startswith("<user>say ")
-    assert summary.eval_after["early_letters, sampled"] > summary.eval_before["early_letters, sampled"] + 0.1
-    assert set(summary.eval_after) >= {"early_letters, greedy", "pass@2", "tokens", "truncated share"}
+    assert summary.eval_after["early_letters_sampled"] > summary.eval_before["early_letters_sampled"] + 0.1
+    assert set(summary.eval_after) >= {"early_letters_greedy", "pass@2", "completion_tokens", "truncated_fraction"}
 
 
-def test_neither_placement_nor_the_cut_changes_the_run(folder):
+def test_neither_placement_nor_passes_change_the_run(folder):
     whole = outcome(folder, "whole", rows_per_pass=8)
     assert whole["gradient"].abs().max() > 1e-3
     for placement, rows, tokens in (("shuffled", 2, None), ("whole", 3, None), ("spread", 32, None), ("whole", 32, 40)):
         other = outcome(folder, placement, rows_per_pass=rows, tokens_per_pass=tokens)
-        assert other["said"] == whole["said"]
+        assert other["completions"] == whole["completions"]
         assert_close(other["gradient"], whole["gradient"], rtol=0, atol=1e-6)
 
 
-def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(folder, tmp_path):
+def test_two_ranks_with_spread_groups_do_what_one_rank_does(folder, tmp_path):
     ended = on_ranks(2, [Path(__file__).with_name("ranks.py"), folder, tmp_path / "two.pt"])
     assert ended.returncode == 0, ended.stderr[-3000:]
     one, two = outcome(folder, "whole", rows_per_pass=8), torch.load(tmp_path / "two.pt")
     assert two["ranks"] == 2
-    assert two["said"] == one["said"]
+    assert two["completions"] == one["completions"]
     assert_close(two["gradient"], one["gradient"], rtol=0, atol=1e-6)
     assert two["metrics"] == pytest.approx(one["metrics"], abs=1e-6)
 
 
-def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
+def test_a_resumed_run_is_bit_identical(folder, tmp_path):
     for name, steps in (("straight", (3,)), ("stopped", (1, 3))):
         for last in steps:
             train(replace(recipe(folder), steps=last), tmp_path / name, resume=True, preflight=False)
@@ -156,8 +165,8 @@ def test_a_resumed_run_is_the_same_bit_by_bit(folder, tmp_path):
     assert without[0] == without[1]
 
 
-def test_a_run_does_not_go_on_with_other_questions(tmp_path):
-    """A condition is a question by its number: with one line more at the top, each would be another."""
+def test_a_run_does_not_continue_with_other_prompts(tmp_path):
+    """A condition is a prompt by its index: with one line more at the top, each would be another."""
     config = replace(recipe(tmp_path), steps=1)
     train(config, tmp_path / "run", preflight=False)
     file = Path(config.workload.data.train)
@@ -195,18 +204,18 @@ def test_short_of_memory_evaluations_take_fewer_rows_and_completions_shrink_by_l
         train(config, tmp_path / "not allowed", preflight=False)
 
 
-def test_knobs_of_memory_may_change_on_resume_and_others_may_not(folder):
+def test_memory_limits_may_change_on_resume_and_other_settings_may_not(folder):
     config = recipe(folder)
     smaller = replace(config, workload=replace(config.workload, decode_rows=3, tokens_per_pass=99))
     assert differing_fields(to_dict(smaller), to_dict(config)) == []
     hotter = replace(
         config, workload=replace(config.workload, sampling=SamplingParams(max_new_tokens=6, temperature=2.0))
     )
-    (told,) = differing_fields(to_dict(hotter), to_dict(config))
-    assert told == "workload.sampling.temperature was 1.0 and is now 2.0"
+    (difference,) = differing_fields(to_dict(hotter), to_dict(config))
+    assert difference == "workload.sampling.temperature was 1.0 and is now 2.0"
 
 
-def test_an_adapter_trains_with_its_reference_switched_on(folder, tmp_path):
+def test_an_adapter_trains_with_the_base_model_as_its_reference(folder, tmp_path):
     lora = PolicyConfig(model=str(folder / "model"), lora_rank=2, reference="adapter")
     config = replace(recipe(folder, policy=lora), loss=gw.LossConfig(kl=0.1))
     train(config, tmp_path)
@@ -218,10 +227,10 @@ def test_an_adapter_trains_with_its_reference_switched_on(folder, tmp_path):
 def test_nearly_all_truncated_warns_once_or_stops_the_run(folder, tmp_path, capsys):
     short = replace(recipe(folder, sampling=SamplingParams(max_new_tokens=2)), steps=3)
     train(short, tmp_path / "warned", preflight=False)
-    said = " ".join(capsys.readouterr().err.split())
-    assert said.count("of this step's completions reached sampling.max_new_tokens 2 without a stop token") == 1
-    assert "Warning: Step 1: " in said
-    assert read_jsonl(tmp_path / "warned" / "metrics.jsonl")[0]["truncated_share"] > 0.9
+    output = " ".join(capsys.readouterr().err.split())
+    assert output.count("of this step's completions reached sampling.max_new_tokens 2 without a stop token") == 1
+    assert "Warning: Step 1: " in output
+    assert read_jsonl(tmp_path / "warned" / "metrics.jsonl")[0]["truncated_fraction"] > 0.9
     with pytest.raises(UserError, match=r"completions reached sampling\.max_new_tokens 2"):
         train(short, tmp_path / "stopped", preflight=False, on_warning="stop")
     assert [path.name for path in (tmp_path / "stopped" / "checkpoints").iterdir()] == ["step-000001"]
@@ -232,8 +241,8 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
         while True:
             pass
 
-    monkeypatch.setattr(sys.modules["workloads.chat.tiny"], "hangs", hangs, raising=False)
-    judge = JudgeConfig(functions=("workloads.chat.tiny:early_letters", "workloads.chat.tiny:hangs"), seconds=0.2)
+    monkeypatch.setattr(sys.modules["tiny.chat"], "hangs", hangs, raising=False)
+    judge = JudgeConfig(functions=("tiny.chat:early_letters", "tiny.chat:hangs"), seconds=0.2)
     config = recipe(folder, judge=judge, data=replace(chat_config(folder).data, held_out=""))
     with pytest.raises(
         UserError, match=r"32 of 32 rollouts.*hangs: raised TimeoutError: it took longer than the 0\.2 s"
@@ -241,19 +250,23 @@ def test_a_reward_that_hangs_is_missing_and_too_many_stop_the_run(folder, tmp_pa
         train(config, tmp_path, preflight=False)
 
 
-def test_report_tells_pass_at_k_beside_the_untrained_policy(folder, tmp_path):
+def test_the_report_has_pass_at_k_of_the_trained_policy_and_the_base_model(folder, tmp_path):
     config = replace(
-        recipe(folder, eval=ChatEvalConfig(questions=5, samples=2, report_samples=3, pass_from=0.5)), steps=2
+        recipe(
+            folder,
+            eval=ChatEvalConfig(num_prompts=5, samples_per_prompt=2, report_samples_per_prompt=3, pass_threshold=0.5),
+        ),
+        steps=2,
     )
     train(config, tmp_path)
     workload = config.workload.build(CPU)
-    found = workload.reporter.final_report()
-    policies = found.metrics["report"]["policies"]
-    assert policies["trained"] == policies["untrained"]  # nothing was loaded into this one
+    report = workload.reporter.final_report()
+    policies = report.metrics["report"]["policies"]
+    assert policies["trained"] == policies["base"]  # no checkpoint was loaded into this workload
     assert list(policies["trained"]["pass_at"]) == ["1", "2", "3"]
-    assert sum(policies["trained"]["questions_by_passed"]) == 5
-    assert found.tables[0].title == "pass@k on 5 held-out questions"
-    found.pictures["eval.png"](tmp_path / "eval.png")
+    assert sum(policies["trained"]["prompts_by_passed"]) == 5
+    assert report.tables[0].title == "pass@k on 5 held-out prompts"
+    report.images["eval.png"](tmp_path / "eval.png")
     assert (tmp_path / "eval.png").stat().st_size > 5000
 
 

@@ -1,5 +1,5 @@
-"""From settings to a workload: model, tokenizer, prompts and rewards are loaded, and refused where they do not fit.
-The trained model of a run as a folder that transformers loads, its adapter merged in.
+"""From settings to a workload: load model, tokenizer, prompts and rewards. And `export` of a trained run as a folder
+that transformers loads, with its adapter merged.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,25 +22,22 @@ from groupwise.workloads.chat.config import EMBEDDED, ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
 from groupwise.workloads.chat.rewards import required_columns, reward_functions
-from groupwise.workloads.chat.tasks.arithmetic.task import Split, rows
+from groupwise.workloads.chat.tasks.arithmetic.task import MODEL_FOLDER, held_out_rows, train_rows
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
 from groupwise.workloads.checkpoint_files import AVERAGED_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 
-ASSET = Path(__file__).parent / "tasks" / "arithmetic" / "asset"
-_EMBEDDED_ROWS = {Split.TRAIN: 2048, Split.HELD_OUT: 512}
-
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
-    """Everything on one device; the same on every rank."""
+    """Load the workload on one device. Every rank loads the same."""
     policy = base_policy(config, device)
     tokenizer = load_tokenizer(config)
-    sampling = replace(config.sampling, stop_ids=stop_ids(config, tokenizer, policy))
+    sampling = replace(config.sampling, stop_token_ids=stop_token_ids(config, tokenizer, policy))
     functions = reward_functions(config.judge, max_new_tokens=sampling.max_new_tokens)
-    limits = PromptLimits(policy.longest, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
-    training = _prompts(config.data.train, Split.TRAIN, tokenizer, config, limits)
+    limits = PromptLimits(policy.max_positions, sampling.max_new_tokens, policy.causal_lm.config.vocab_size)
+    training = _prompts(config.data.train, train_rows, tokenizer, config, limits)
     held_out = None
     if config.data.held_out:
-        held_out = _prompts(config.data.held_out, Split.HELD_OUT, tokenizer, config, limits)
+        held_out = _prompts(config.data.held_out, held_out_rows, tokenizer, config, limits)
     return ChatWorkload(ChatComponents(policy, tokenizer, training, held_out, functions, sampling), config)
 
 
@@ -49,8 +47,8 @@ def base_policy(config: ChatConfig, device: torch.device) -> LanguageModelPolicy
 
 
 def model_folder(config: ChatConfig) -> str:
-    """Where model and tokenizer come from."""
-    return str(ASSET) if config.policy.model == EMBEDDED else config.policy.model
+    """Folder or hub name of model and tokenizer."""
+    return str(MODEL_FOLDER) if config.policy.model == EMBEDDED else config.policy.model
 
 
 def load_tokenizer(config: ChatConfig) -> Any:
@@ -63,55 +61,58 @@ def load_tokenizer(config: ChatConfig) -> Any:
         ) from error
 
 
-def stop_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token, those of the model's generation config, and the user's own."""
-    found = set(config.sampling.stop_ids)
+def stop_token_ids(config: ChatConfig, tokenizer: Any, policy: LanguageModelPolicy) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence token, those of the model's generation config, and the configured ones."""
+    stop_ids = set(config.sampling.stop_token_ids)
     if tokenizer.eos_token_id is not None:
-        found.add(tokenizer.eos_token_id)
-    own = getattr(policy.causal_lm.generation_config, "eos_token_id", None)
-    found |= set(own if isinstance(own, list | tuple) else [own] if own is not None else [])
+        stop_ids.add(tokenizer.eos_token_id)
+    model_ids = getattr(policy.causal_lm.generation_config, "eos_token_id", None)
+    if model_ids is not None:
+        stop_ids |= set(model_ids if isinstance(model_ids, list | tuple) else [model_ids])
     for token in config.stop_tokens:
-        number = tokenizer.convert_tokens_to_ids(token)
-        if number is None or number == tokenizer.unk_token_id:
+        token_id = tokenizer.convert_tokens_to_ids(token)
+        if token_id is None or token_id == tokenizer.unk_token_id:
             raise UserError(
                 f"stop_tokens names {token!r}, which is not one token of the tokenizer. Name a token of it."
             )
-        found.add(number)
-    if not found:
+        stop_ids.add(token_id)
+    if not stop_ids:
         raise UserError(
             f"The tokenizer of {config.policy.model!r} has no end-of-sequence token and the model's generation config"
             " names none, so no completion would ever end by itself. Name the token that ends one:"
             " --workload.stop-tokens TOKEN."
         )
-    return tuple(sorted(found))
+    return tuple(sorted(stop_ids))
 
 
-def _prompts(where: str, split: Split, tokenizer: Any, config: ChatConfig, limits: PromptLimits) -> PromptSet:
-    if where == EMBEDDED:
-        made = [
-            {config.data.prompt_column: row["messages"], config.judge.answer_column: row["answer"]}
-            for row in _embedded(split)
+def _prompts(
+    source: str,
+    embedded_rows: Callable[[], list[dict[str, object]]],
+    tokenizer: Any,
+    config: ChatConfig,
+    limits: PromptLimits,
+) -> PromptSet:
+    if source == EMBEDDED:
+        rows = [
+            {config.data.prompt_column: row["prompt"], config.judge.answer_column: row["answer"]}
+            for row in embedded_rows()
         ]
-        table = Records(made, [f"{EMBEDDED} question {nth}" for nth in range(len(made))], dropped=Counter())
+        table = Records(rows, [f"{EMBEDDED} question {index}" for index in range(len(rows))], dropped=Counter())
     else:
         required = (config.data.prompt_column, *required_columns(config.judge))
-        table = read_rows(where, required=required, bad_rows=config.data.bad_rows)
+        table = read_rows(source, required=required, bad_rows=config.data.bad_rows)
     return make_prompt_set(table, tokenizer, config.data, config.judge, limits)
 
 
-def _embedded(split: Split) -> list[dict[str, Any]]:
-    return rows(split, _EMBEDDED_ROWS[split], seed=0)
-
-
 def export(run: Path | str, folder: Path | str) -> Path:
-    """Write model and tokenizer of the run's newest good checkpoint; averaged weights where the run kept any."""
+    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them."""
     run, folder = Path(run), Path(folder)
-    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda told: warnings.warn(told, stacklevel=2))
+    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
     config = ChatConfig(policy=_policy_config(run))
     policy = base_policy(config, torch.device("cpu"))
-    _fill(policy, checkpoint)
+    _load_weights(policy, checkpoint)
     model = policy.model if config.policy.lora_rank is None else policy.model.merge_and_unload()
     model.save_pretrained(folder)
     load_tokenizer(config).save_pretrained(folder)
@@ -128,9 +129,9 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 
 @torch.no_grad()
-def _fill(policy: LanguageModelPolicy, checkpoint: Path) -> None:
-    averaged = checkpoint / AVERAGED_WEIGHTS
-    own = dict(policy.named_parameters())
-    for name, tensor in load_file(averaged if averaged.is_file() else checkpoint / WEIGHTS).items():
-        if name in own:
-            own[name].copy_(tensor)
+def _load_weights(policy: LanguageModelPolicy, checkpoint: Path) -> None:
+    ema = checkpoint / AVERAGED_WEIGHTS
+    parameters = dict(policy.named_parameters())
+    for name, tensor in load_file(ema if ema.is_file() else checkpoint / WEIGHTS).items():
+        if name in parameters:
+            parameters[name].copy_(tensor)

@@ -1,6 +1,4 @@
-"""The settings of the chat workload. No torch here: `--help` answers at once.
-The settings of the policy and of its sampling. No torch here: `--help` answers at once.
-"""
+"""All settings of the chat workload and its engine, and the engine's chunk sizes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -37,45 +35,45 @@ class PolicyConfig:
     model: str = ""
     """Folder of a transformers causal language model, or its name on the hub."""
     lora_rank: int | None = None
-    """Rank of a LoRA adapter (PEFT), which alone is trained; None trains all weights."""
+    """Rank of a LoRA adapter (PEFT). Only the adapter is trained; None trains all weights."""
     lora_alpha: float = 32.0
     """The adapter's output is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ()
     """Names of the linear layers that get an adapter; empty for all but the head."""
     lora_seed: int = 0
-    """Decides the adapter's first weights."""
+    """Seed of the adapter's initial weights."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """What the model computes in. With bfloat16, weights that are trained stay in float32 and are rounded once
-    for all products of a pass or a rollout; frozen ones are kept in bfloat16."""
+    """Dtype of the computation. With bfloat16, trained weights stay in float32 and are cast once per pass or rollout;
+    frozen weights are stored in bfloat16."""
     gradient_checkpointing: bool = False
-    """Keep only the layers' inputs for the backward pass and compute the rest again: less memory, the same result."""
+    """Keep only the layers' inputs for the backward pass and recompute the rest: less memory, the same result."""
     reference: Literal["none", "adapter", "copy"] = "none"
-    """What the KL term compares with: nothing; the model with its adapter switched off; or a frozen copy."""
-    path: Literal["auto", "shared", "plain"] = "auto"
-    """shared: a prompt is computed once for its whole group. plain: transformers' own forward, for families of models
-    whose cache cannot be shared so. auto takes shared where it can, and says so where it cannot."""
+    """The reference of the KL term: none; the model with its adapter disabled; or a frozen copy."""
+    forward: Literal["auto", "shared_prefix", "plain"] = "auto"
+    """shared_prefix: a prompt is computed once for its whole group. plain: transformers' own forward, for model
+    families that do not support this. auto: shared_prefix where it is supported, else plain, showing the reason."""
 
     def __post_init__(self) -> None:
         require_types(self, "policy.")
         require(self.lora_rank is None or self.lora_rank >= 1, "policy.lora_rank", self.lora_rank, "1 or more, or None")
         require(0 < self.lora_alpha < math.inf, "policy.lora_alpha", self.lora_alpha, "above 0")
-        can_switch = self.reference != "adapter" or self.lora_rank is not None
-        require(can_switch, "policy.reference", self.reference, "'copy' or 'none' where policy.lora_rank is None")
+        can_disable = self.reference != "adapter" or self.lora_rank is not None
+        require(can_disable, "policy.reference", self.reference, "'copy' or 'none' where policy.lora_rank is None")
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The distribution that a token is drawn from. Training scores with the same one."""
+    """The distribution that tokens are sampled from. Training scores tokens in the same distribution."""
 
     temperature: float = 1.0
-    """Logits are divided by it; 0 takes the likeliest token (for evaluation only)."""
+    """Logits are divided by it; 0 is greedy decoding (for evaluation only)."""
     top_k: int | None = None
     """Only the k likeliest tokens; None for all."""
     top_p: float | None = None
-    """Of those, only the likeliest that together reach this probability; None for all."""
+    """Of those, only the likeliest tokens whose probabilities add up to this; None for all."""
     max_new_tokens: int = 64
     """Longest completion. One that reaches it without a stop token counts as truncated."""
-    stop_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a completion. They are part of it, and are trained."""
 
     def __post_init__(self) -> None:
@@ -90,8 +88,8 @@ class SamplingParams:
             require(holds, f"sampling.{name}", getattr(self, name), rule)
 
     @property
-    def truncates(self) -> bool:
-        """Whether some tokens get no chance at all."""
+    def filters_tokens(self) -> bool:
+        """Whether top_k or top_p gives some tokens probability 0."""
         return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
 
 
@@ -153,25 +151,26 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class ChatEvalConfig:
-    """How a policy is judged on held-out prompts. A completion passes when the first reward reaches pass_from."""
+    """Evaluation on held-out prompts. A completion passes when its first reward is at least pass_threshold."""
 
-    questions: int | None = 256
+    num_prompts: int | None = 256
     """The first so many held-out prompts; None for all."""
-    samples: int = 4
-    """Completions of each prompt while training (before, after, --eval-every), sampled as in training."""
-    report_samples: int = 16
+    samples_per_prompt: int = 4
+    """Completions of each prompt during training (before, after, --eval-every), sampled as in training."""
+    report_samples_per_prompt: int = 16
     """Completions of each prompt in `groupwise eval`: pass@k is estimated for k up to this number."""
-    pass_from: float = 1.0
-    """What the first reward must reach for a completion to count as passed."""
+    pass_threshold: float = 1.0
+    """Lowest first reward with which a completion passes."""
     seed: int = 0
-    """Decides the random numbers of evaluations: the same ones each time, so that runs can be compared."""
-    baseline: bool = True
-    """Let `groupwise eval` judge the policy as it was before training, too."""
+    """Seed of evaluations. They use the same random numbers each time, so that runs can be compared."""
+    compare_base_model: bool = True
+    """Let `groupwise eval` evaluate the base model, too: the policy before training."""
 
     def __post_init__(self) -> None:
         require_types(self, "eval.")
-        require(self.questions is None or self.questions >= 1, "eval.questions", self.questions, "1 or more, or None")
-        for name in ("samples", "report_samples"):
+        prompts = self.num_prompts
+        require(prompts is None or prompts >= 1, "eval.num_prompts", prompts, "1 or more, or None")
+        for name in ("samples_per_prompt", "report_samples_per_prompt"):
             require(getattr(self, name) >= 1, f"eval.{name}", getattr(self, name), "at least 1")
 
 
@@ -188,14 +187,14 @@ class ChatConfig(WorkloadConfig):
     stop_tokens: tuple[str, ...] = ()
     """Tokens that end a completion besides the tokenizer's end-of-sequence token and the model's own list."""
     decode_rows: int = 256
-    """Most rows that are decoded at once: a memory knob that changes no result."""
+    """Most rows that are decoded together. It limits memory and does not change the result."""
     tokens_per_pass: int | None = None
-    """Most tokens in one pass of training, besides rows_per_pass rows: a memory knob for answers of very different
-    lengths that changes no result. None for no limit."""
+    """Most tokens in one training pass, besides at most rows_per_pass rows: limits memory where completions differ
+    much in length. It does not change the result. None for no limit."""
     mask_truncated: bool = False
-    """Leave completions that reached max_new_tokens out of the loss; they still count in their group's comparison."""
+    """Leave truncated completions out of the loss; they still count in their group's statistics."""
     truncation_warning_at: float = 0.9
-    """Share of truncated completions from which a step gives a warning (see run.on_warning)."""
+    """Fraction of truncated completions from which a step gives a warning (see run.on_warning)."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")
@@ -211,7 +210,7 @@ class ChatConfig(WorkloadConfig):
         if self.sampling.temperature == 0:
             raise UserError(
                 "sampling.temperature is 0: all members of a group would be equal, so there is nothing to compare."
-                " Take one above 0 (1 is usual); evaluation shows greedy answers beside sampled ones anyway."
+                " Set it above 0 (1 is usual). Evaluation reports greedy decoding beside sampling anyway."
             )
 
     def build(self, device: torch.device) -> ChatWorkload:
@@ -220,7 +219,7 @@ class ChatConfig(WorkloadConfig):
         return build(self, device)
 
     def memory_model(self) -> ChatMemory:
-        """By the model's config.json, with the longest prompt and the longest completion in every row."""
+        """From the model's config.json, with the longest prompt and the longest completion in every row."""
         from groupwise.workloads.chat.memory import ChatMemory
 
         model = read_architecture(self._folder)
@@ -234,7 +233,7 @@ class ChatConfig(WorkloadConfig):
             dtype=self.policy.dtype,
             checkpointing=self.policy.gradient_checkpointing,
             reference_copies=int(self.policy.reference == "copy"),
-            shared=self.policy.path != "plain",
+            shared=self.policy.forward != "plain",
             tokens_per_pass=self.tokens_per_pass,
         )
 

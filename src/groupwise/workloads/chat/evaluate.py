@@ -1,6 +1,4 @@
-"""Completions of held-out prompts, judged: what the policy does now.
-pass@k: the chance that at least one of k completions passes, without bias from n samples of which c passed.
-"""
+"""Evaluation on held-out prompts: sample completions, grade them by their rewards, estimate pass@k."""
 
 from __future__ import annotations
 
@@ -11,6 +9,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor
 
 from groupwise.core.errors import require
@@ -22,20 +21,96 @@ from groupwise.workloads.chat.engine.sampler import Completion
 if TYPE_CHECKING:
     from groupwise.workloads.chat.workload import ChatWorkload
 
+_SALT = 0x6576616C  # "eval": keeps the random numbers apart from those of training
+
+
+@dataclass(frozen=True)
+class GradedSamples:
+    """Completions of held-out prompts: `samples_per_prompt` of each, one prompt after another."""
+
+    num_prompts: int
+    samples_per_prompt: int
+    completions: list[Completion]
+    rewards: Mapping[str, Tensor]
+    passed: Bool[Tensor, "prompts samples"]
+    """A completion whose reward is missing has not passed."""
+
+    @property
+    def passed_by_prompt(self) -> list[int]:
+        """How many samples of each prompt passed."""
+        return self.passed.sum(1).tolist()
+
+    def pass_at(self) -> dict[int, tuple[float, float]]:
+        """pass@k and its standard error over prompts, for k = 1, 2, 4, ... samples."""
+        samples = self.samples_per_prompt
+        return {k: mean_pass_at(k, samples=samples, passed=self.passed_by_prompt) for k in powers_up_to(samples)}
+
+    @property
+    def truncated_fraction(self) -> float:
+        return sum(not completion.stopped for completion in self.completions) / len(self.completions)
+
+    def mean_tokens(self, selected: Bool[Tensor, "prompts samples"] | None = None) -> float:
+        """Mean length of all completions, or of the selected ones; NaN where there is none."""
+        tokens = torch.tensor([float(len(completion)) for completion in self.completions])
+        return (tokens if selected is None else tokens[selected.flatten()]).mean().item()
+
+
+def evaluation_metrics(workload: ChatWorkload) -> dict[str, float]:
+    """For evaluations during training: mean rewards, sampled and greedy, and pass@k."""
+    held_out = workload.components.held_out
+    if held_out is None:
+        return {}
+    sampled = sample_and_grade(workload, held_out, samples_per_prompt=workload.config.eval.samples_per_prompt)
+    greedy = sample_and_grade(workload, held_out, samples_per_prompt=1, greedy=True)
+    return {
+        **{f"{name}_sampled": values.nanmean().item() for name, values in sampled.rewards.items()},
+        **{f"{name}_greedy": values.nanmean().item() for name, values in greedy.rewards.items()},
+        **{f"pass@{k}": value for k, (value, _) in sampled.pass_at().items() if k > 1},
+        "completion_tokens": sampled.mean_tokens(),
+        "truncated_fraction": sampled.truncated_fraction,
+    }
+
+
+def sample_and_grade(
+    workload: ChatWorkload, prompts: PromptSet, *, samples_per_prompt: int, greedy: bool = False
+) -> GradedSamples:
+    """Complete the first `eval.num_prompts` prompts and compute the rewards.
+
+    Random numbers depend on eval.seed, prompt and sample alone: the same each time, on every rank.
+    """
+    config = workload.config.eval
+    num_prompts = min(len(prompts), config.num_prompts or len(prompts))
+    prompt_of_row = torch.arange(num_prompts).repeat_interleave(samples_per_prompt)
+    rows = RolloutRows(
+        seed=int(random_bits(_SALT, config.seed)),
+        step=0,
+        rows_per_pass=len(prompt_of_row),
+        group=prompt_of_row,
+        member=torch.arange(samples_per_prompt).repeat(num_prompts),
+        condition=prompt_of_row,
+    )
+    sampling = replace(workload.sampling, temperature=0.0) if greedy else workload.sampling
+    decode_rows = min(workload.stage_rows.values())  # what was too much for a rollout is not tried here
+    rollouts = workload.sample_completions(prompts, rows, sampling, decode_rows=decode_rows)
+    rewards = workload.reward_terms(prompts, rollouts).per_rollout
+    first_reward = next(iter(rewards.values()))
+    passed = (first_reward >= config.pass_threshold).view(num_prompts, samples_per_prompt)
+    return GradedSamples(num_prompts, samples_per_prompt, rollouts.data["completion"], rewards, passed)
+
 
 def pass_at(k: int, *, samples: int, passed: int) -> float:
-    """1 - C(n - c, k) / C(n, k): the share of all k-subsets of the n samples that hold a passed one.
+    """1 - C(n - c, k) / C(n, k): the probability that k of the n samples, c of which passed, include one that passed.
 
     Chen et al., "Evaluating large language models trained on code", arXiv 2107.03374. The plain 1 - (1 - c/n)^k draws
-    the same sample more than once, and is too low.
+    the same sample more than once and is biased downwards.
     """
-    require(1 <= k <= samples, "k of pass@k", k, f"from 1 to the {samples} samples of a question")
+    require(1 <= k <= samples, "k of pass@k", k, f"from 1 to the {samples} samples of a prompt")
     require(0 <= passed <= samples, "the number of passed samples", passed, f"from 0 to {samples}")
     return 1 - comb(samples - passed, k) / comb(samples, k)
 
 
 def mean_pass_at(k: int, *, samples: int, passed: Sequence[int]) -> tuple[float, float]:
-    """Over questions: the mean, and its standard error."""
+    """Mean over prompts, and its standard error."""
     values = [pass_at(k, samples=samples, passed=count) for count in passed]
     return fmean(values), stdev(values) / sqrt(len(values)) if len(values) > 1 else float("nan")
 
@@ -43,78 +118,3 @@ def mean_pass_at(k: int, *, samples: int, passed: Sequence[int]) -> tuple[float,
 def powers_up_to(samples: int) -> list[int]:
     """1, 2, 4, ... and the number of samples itself."""
     return sorted({*(2**n for n in range(samples.bit_length()) if 2**n <= samples), samples})
-
-
-_SALT = 0x6576616C  # "eval": keeps these random numbers apart from those of training
-
-
-@dataclass(frozen=True)
-class GradedSamples:
-    """`samples` completions of each question, row after row of [questions, samples]."""
-
-    questions: int
-    samples: int
-    completions: list[Completion]
-    terms: Mapping[str, Tensor]
-    passed: Tensor
-    """[questions, samples]; a missing reward has not passed."""
-
-    @property
-    def counts(self) -> list[int]:
-        """How many samples of each question passed."""
-        return self.passed.sum(1).tolist()
-
-    def pass_at(self) -> dict[int, tuple[float, float]]:
-        """pass@k and its standard error over questions, for 1, 2, 4, ... samples."""
-        return {k: mean_pass_at(k, samples=self.samples, passed=self.counts) for k in powers_up_to(self.samples)}
-
-    @property
-    def truncated_share(self) -> float:
-        return sum(not completion.stopped for completion in self.completions) / len(self.completions)
-
-    def mean_tokens(self, wanted: Tensor | None = None) -> float:
-        """Of all completions, or of some of them; NaN where there is none."""
-        tokens = torch.tensor([float(len(completion)) for completion in self.completions])
-        return (tokens if wanted is None else tokens[wanted.flatten()]).mean().item()
-
-
-def sample_and_grade(
-    workload: ChatWorkload, prompts: PromptSet, *, samples: int, greedy: bool = False
-) -> GradedSamples:
-    """Complete the first `eval.questions` prompts `samples` times each, and judge the completions.
-
-    Random numbers depend on eval.seed, question and sample alone: the same each time, on every rank.
-    """
-    config = workload.config.eval
-    questions = min(len(prompts), config.questions or len(prompts))
-    of_row = torch.arange(questions).repeat_interleave(samples)
-    rows = RolloutRows(
-        seed=int(random_bits(_SALT, config.seed)),
-        step=0,
-        rows_per_pass=len(of_row),
-        group=of_row,
-        member=torch.arange(samples).repeat(questions),
-        condition=of_row,
-    )
-    sampling = replace(workload.sampling, temperature=0.0) if greedy else workload.sampling
-    decode_rows = min(workload.stage_rows.values())  # what was too much for a rollout is not tried here
-    rollouts = workload.complete(prompts, rows, sampling, decode_rows=decode_rows)
-    terms = workload.judged(prompts, rollouts).per_rollout
-    first = next(iter(terms.values()))
-    passed = (first >= config.pass_from).view(questions, samples)
-    return GradedSamples(questions, samples, rollouts.data["completion"], terms, passed)
-
-
-def evaluation_metrics(workload: ChatWorkload) -> dict[str, float]:
-    """For evaluations while training: means of every reward, sampled and greedy, and pass@k."""
-    if workload.parts.held_out is None:
-        return {}
-    sampled = sample_and_grade(workload, workload.parts.held_out, samples=workload.config.eval.samples)
-    greedy = sample_and_grade(workload, workload.parts.held_out, samples=1, greedy=True)
-    return {
-        **{f"{name}, sampled": values.nanmean().item() for name, values in sampled.terms.items()},
-        **{f"{name}, greedy": values.nanmean().item() for name, values in greedy.terms.items()},
-        **{f"pass@{k}": value for k, (value, _) in sampled.pass_at().items() if k > 1},
-        "tokens": sampled.mean_tokens(),
-        "truncated share": sampled.truncated_share,
-    }

@@ -1,10 +1,9 @@
-"""What `groupwise eval` says of a chat run: pass@k on held-out prompts, beside the untrained policy.
-What is watched of a step's completions: lengths, truncation, certainty; and when to raise the alarm.
-"""
+"""What people see of a chat run: metrics, warnings and samples of a step; tables and chart of `groupwise eval`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from math import isnan
 from pathlib import Path
@@ -24,10 +23,11 @@ if TYPE_CHECKING:
     from groupwise.workloads.chat.data import PromptSet
     from groupwise.workloads.chat.workload import ChatWorkload
 
-
-PICTURE = "eval.png"
-TRAINED, UNTRAINED = "trained", "untrained"
-_SHOWN = 6
+CHART_FILE = "eval.png"
+TRAINED, BASE = "trained", "base"
+TRUNCATED_FRACTION = "truncated_fraction"
+_NUM_EXAMPLES = 6
+_COLORS = {BASE: "#223355", TRAINED: "#cc3311"}
 Metrics = Mapping[str, Any]
 
 
@@ -44,103 +44,135 @@ class ChatReporter(Reporter):
         return truncation_warning(metrics, self._workload.config, self._workload.sampling)
 
     def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
-        said: list[Completion] = rollouts.data["completion"]
-        rows, prompts = rollouts.data["condition"].tolist(), self._workload.parts.training
+        completions: list[Completion] = rollouts.data["completion"]
+        conditions, prompts = rollouts.data["condition"].tolist(), self._workload.components.training
         answers = prompts.columns.get(self._workload.config.judge.answer_column)
+        texts = self._workload.decode_completions(completions)
         return [
             {
-                "prompt": self._workload.parts.tokenizer.decode(list(prompts.ids[row])),
+                "prompt": self._workload.components.tokenizer.decode(list(prompts.ids[condition])),
                 "completion": text,
-                **({"answer": answers[row]} if answers else {}),
+                **({"answer": answers[condition]} if answers else {}),
                 "tokens": len(completion),
                 "truncated": not completion.stopped,
             }
-            for row, text, completion in zip(rows, self._workload.texts(said), said, strict=True)
+            for condition, text, completion in zip(conditions, texts, completions, strict=True)
         ]
 
     def preflight_notes(self) -> Sequence[str]:
-        why, stops = self._workload.parts.policy.why_plain, self._workload.parts.sampling.stop_ids
-        named = ", ".join(map(repr, self._workload.parts.tokenizer.convert_ids_to_tokens(list(stops))))
-        told = [f"a completion ends with {named}, or after {self._workload.parts.sampling.max_new_tokens} tokens"]
-        if self._workload.config.data.held_out == EMBEDDED != self._workload.config.data.train:
-            told.append(
-                "evaluation asks the embedded sums, not questions like yours: give data.held_out, or '' for none"
-            )
-        for name, prompts in (("training", self._workload.parts.training), ("held-out", self._workload.parts.held_out)):
+        components, data = self._workload.components, self._workload.config.data
+        sampling, plain_reason = components.sampling, components.policy.plain_reason
+        stop_tokens = components.tokenizer.convert_ids_to_tokens(list(sampling.stop_token_ids))
+        stops = ", ".join(map(repr, stop_tokens))
+        notes = [f"a completion ends with {stops}, or after {sampling.max_new_tokens} tokens"]
+        if data.held_out == EMBEDDED != data.train:
+            notes.append("evaluation uses the embedded sums, not prompts like yours: set data.held_out, or '' for none")
+        for name, prompts in (("training", components.training), ("held-out", components.held_out)):
             if prompts is not None and prompts.dropped:
-                told.append(f"{name} rows dropped: {format_counts(prompts.dropped)}; {len(prompts)} are left")
-        return [*told, *([f"prompts are not shared within their group: {why}"] if why else [])]
+                notes.append(f"{name} rows dropped: {format_counts(prompts.dropped)}; {len(prompts)} are left")
+        if plain_reason:
+            notes.append(f"prompts are not shared within their group: {plain_reason}")
+        return notes
 
     def final_report(self) -> EvaluationReport | None:
-        return report(self._workload)
+        return evaluation_report(self._workload)
 
 
-def report(workload: ChatWorkload) -> EvaluationReport | None:
-    """The trained policy, and the one before training, on the same questions with the same random numbers."""
-    prompts, config = workload.parts.held_out, workload.config.eval
+def completion_metrics(completions: Sequence[Completion], advantages: Tensor) -> dict[str, Tensor]:
+    """One number a row; NaN where a row has no part in a metric."""
+    tokens = torch.tensor([float(len(completion)) for completion in completions])
+    stopped = torch.tensor([completion.stopped for completion in completions])
+    entropies = torch.stack([completion.entropies.double().mean() for completion in completions])
+    return {
+        "completion_tokens": tokens,
+        "completion_tokens_positive_advantage": tokens.masked_fill(advantages <= 0, torch.nan),
+        "completion_tokens_negative_advantage": tokens.masked_fill(advantages >= 0, torch.nan),
+        "completion_tokens_terminated": tokens.masked_fill(~stopped, torch.nan),
+        TRUNCATED_FRACTION: (~stopped).double(),
+        "rollout_entropy": entropies,
+    }
+
+
+def truncation_warning(metrics: Mapping[str, float], config: ChatConfig, sampling: SamplingParams) -> str | None:
+    """A warning when nearly all completions were truncated, so that their rewards say little."""
+    fraction = metrics[TRUNCATED_FRACTION]
+    if fraction < config.truncation_warning_at:
+        return None
+    return (
+        f"{fraction:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a"
+        " stop token, so their rewards say little. Raise max_new_tokens, check that the prompt's template and the stop"
+        f" tokens {list(sampling.stop_token_ids)} are the model's, or reward short answers (judge.functions 'length')."
+    )
+
+
+def evaluation_report(workload: ChatWorkload) -> EvaluationReport | None:
+    """The trained policy and the base model, on the same held-out prompts with the same random numbers."""
+    prompts, config = workload.components.held_out, workload.config.eval
     if prompts is None:
         return None
-    exams = {TRAINED: (workload, sample_and_grade(workload, prompts, samples=config.report_samples))}
-    greedy = {TRAINED: sample_and_grade(workload, prompts, samples=1, greedy=True)}
-    if config.baseline:
-        before = untrained(workload)
-        before.stage_rows, before.shrinkable = workload.stage_rows, workload.shrinkable
-        exams = {UNTRAINED: (before, sample_and_grade(before, prompts, samples=config.report_samples)), **exams}
-        greedy[UNTRAINED] = sample_and_grade(before, prompts, samples=1, greedy=True)
+    workloads = {TRAINED: workload}
+    if config.compare_base_model:
+        workloads = {BASE: _base_workload(workload), **workloads}
+    policies = {}
+    for name, evaluated in workloads.items():
+        sampled = sample_and_grade(evaluated, prompts, samples_per_prompt=config.report_samples_per_prompt)
+        greedy = sample_and_grade(evaluated, prompts, samples_per_prompt=1, greedy=True)
+        policies[name] = _policy_metrics(sampled, greedy)
     metrics = {
-        "questions": exams[TRAINED][1].questions,
-        "samples": config.report_samples,
-        "passes": f"{next(iter(workload.parts.functions))} >= {config.pass_from:g}",
-        "policies": {name: _metrics(exam, greedy[name]) for name, (_, exam) in exams.items()},
-        "said": _example_completions(workload, prompts, exams[TRAINED][1]),
+        "num_prompts": sampled.num_prompts,
+        "samples_per_prompt": config.report_samples_per_prompt,
+        "pass_rule": f"{next(iter(workload.components.functions))} >= {config.pass_threshold:g}",
+        "policies": policies,
+        "examples": _example_completions(workload, prompts, sampled),  # the trained policy comes last
     }
-    return EvaluationReport({"report": metrics}, tables(metrics), {PICTURE: partial(draw, metrics)})
+    return EvaluationReport({"report": metrics}, tables(metrics), {CHART_FILE: partial(draw, metrics)})
 
 
-def untrained(workload: ChatWorkload) -> ChatWorkload:
-    """The same workload with the policy as it was loaded."""
-    from dataclasses import replace
-
+def _base_workload(workload: ChatWorkload) -> ChatWorkload:
+    """The same workload with the policy before training."""
     from groupwise.workloads.chat.build import base_policy
     from groupwise.workloads.chat.workload import ChatWorkload
 
-    policy = base_policy(workload.config, workload.parts.policy.device)
-    return ChatWorkload(replace(workload.parts, policy=policy), workload.config)
+    policy = base_policy(workload.config, workload.components.policy.device)
+    base = ChatWorkload(replace(workload.components, policy=policy), workload.config)
+    base.stage_rows, base.shrinkable = workload.stage_rows, workload.shrinkable
+    return base
 
 
-def _metrics(exam: GradedSamples, greedy: GradedSamples) -> dict[str, Any]:
-    counts = exam.counts
+def _policy_metrics(sampled: GradedSamples, greedy: GradedSamples) -> dict[str, Any]:
+    counts = sampled.passed_by_prompt
     return {
         "greedy": greedy.passed.double().mean().item(),
-        "pass_at": {str(k): {"mean": mean, "error": error} for k, (mean, error) in exam.pass_at().items()},
-        "rewards": {name: values.nanmean().item() for name, values in exam.terms.items()},
-        "missing": {name: int(values.isnan().sum()) for name, values in exam.terms.items()},
-        "truncated_share": exam.truncated_share,
-        "tokens": exam.mean_tokens(),
-        "tokens_passed": exam.mean_tokens(exam.passed),
-        "tokens_failed": exam.mean_tokens(~exam.passed),
-        "questions_by_passed": [counts.count(number) for number in range(exam.samples + 1)],
+        "pass_at": {str(k): {"mean": mean, "error": error} for k, (mean, error) in sampled.pass_at().items()},
+        "rewards": {name: values.nanmean().item() for name, values in sampled.rewards.items()},
+        "missing": {name: int(values.isnan().sum()) for name, values in sampled.rewards.items()},
+        "truncated_fraction": sampled.truncated_fraction,
+        "completion_tokens": sampled.mean_tokens(),
+        "completion_tokens_passed": sampled.mean_tokens(sampled.passed),
+        "completion_tokens_failed": sampled.mean_tokens(~sampled.passed),
+        "prompts_by_passed": [counts.count(number) for number in range(sampled.samples_per_prompt + 1)],
     }
 
 
-def _example_completions(workload: ChatWorkload, prompts: PromptSet, exam: GradedSamples) -> list[dict[str, Any]]:
-    """The first completion of some questions."""
-    firsts = [exam.completions[nth * exam.samples] for nth in range(min(_SHOWN, exam.questions))]
+def _example_completions(workload: ChatWorkload, prompts: PromptSet, graded: GradedSamples) -> list[dict[str, Any]]:
+    """The first completion of some prompts."""
+    examples = range(min(_NUM_EXAMPLES, graded.num_prompts))
+    texts = workload.decode_completions([graded.completions[index * graded.samples_per_prompt] for index in examples])
     return [
         {
-            "prompt": _asked(workload, prompts, nth),
+            "prompt": _prompt_text(workload, prompts, index),
             "completion": text,
-            "passed": bool(exam.passed[nth, 0]),
-            "passed_share": exam.passed[nth].double().mean().item(),
+            "passed": bool(graded.passed[index, 0]),
+            "passed_fraction": graded.passed[index].double().mean().item(),
         }
-        for nth, text in enumerate(workload.texts(firsts))
+        for index, text in zip(examples, texts, strict=True)
     ]
 
 
-def _asked(workload: ChatWorkload, prompts: PromptSet, nth: int) -> str:
+def _prompt_text(workload: ChatWorkload, prompts: PromptSet, index: int) -> str:
     if prompts.is_dialogue:
-        return " / ".join(str(message["content"]) for message in prompts.shown[nth])
-    text: str = workload.parts.tokenizer.decode(list(prompts.ids[nth]))
+        return " / ".join(str(message["content"]) for message in prompts.shown[index])
+    text: str = workload.components.tokenizer.decode(list(prompts.ids[index]))
     return text
 
 
@@ -149,22 +181,20 @@ def tables(metrics: Metrics) -> list[ReportTable]:
 
 
 def _pass_table(metrics: Metrics) -> ReportTable:
-    policies = metrics["policies"]
-    ks = list(policies[TRAINED]["pass_at"])
-    rows = [
-        [name, f"{each['greedy']:.1%}", *(_with_error(each["pass_at"][k]) for k in ks)]
-        for name, each in policies.items()
-    ]
+    ks = list(metrics["policies"][TRAINED]["pass_at"])
     return ReportTable(
-        f"pass@k on {metrics['questions']} held-out questions",
+        f"pass@k on {metrics['num_prompts']} held-out prompts",
         ["policy", "greedy", *(f"pass@{k}" for k in ks)],
-        rows,
-        f"Unbiased, from {metrics['samples']} samples a question; ± is one standard error over questions. A completion"
-        f" passes with {metrics['passes']}.",
+        [
+            [name, f"{policy['greedy']:.1%}", *(_format_with_error(policy["pass_at"][k]) for k in ks)]
+            for name, policy in metrics["policies"].items()
+        ],
+        f"Unbiased, from {metrics['samples_per_prompt']} samples a prompt; ± is one standard error over prompts. A"
+        f" completion passes with {metrics['pass_rule']}.",
     )
 
 
-def _with_error(entry: Mapping[str, float]) -> str:
+def _format_with_error(entry: Mapping[str, float]) -> str:
     return f"{entry['mean']:.1%} ±{100 * entry['error']:.1f}"
 
 
@@ -172,84 +202,59 @@ def _length_table(metrics: Metrics) -> ReportTable:
     rows = [
         [
             name,
-            *(f"{value:.3f}" for value in each["rewards"].values()),
-            f"{each['tokens']:.1f}",
-            _tokens(each["tokens_passed"]),
-            _tokens(each["tokens_failed"]),
-            f"{each['truncated_share']:.1%}",
+            *(f"{value:.3f}" for value in policy["rewards"].values()),
+            f"{policy['completion_tokens']:.1f}",
+            _format_tokens(policy["completion_tokens_passed"]),
+            _format_tokens(policy["completion_tokens_failed"]),
+            f"{policy['truncated_fraction']:.1%}",
         ]
-        for name, each in metrics["policies"].items()
+        for name, policy in metrics["policies"].items()
     ]
-    terms = list(metrics["policies"][TRAINED]["rewards"])
-    return ReportTable("Rewards and tokens", ["policy", *terms, "tokens", "passed", "failed", "truncated"], rows)
+    rewards = list(metrics["policies"][TRAINED]["rewards"])
+    return ReportTable("Rewards and tokens", ["policy", *rewards, "tokens", "passed", "failed", "truncated"], rows)
 
 
-def _tokens(mean: float) -> str:
+def _format_tokens(mean: float) -> str:
     return "none" if isnan(mean) else f"{mean:.1f}"
 
 
 def _examples_table(metrics: Metrics) -> ReportTable:
     rows = [
-        [said["prompt"], said["completion"].strip(), "yes" if said["passed"] else "no", f"{said['passed_share']:.0%}"]
-        for said in metrics["said"]
+        [
+            example["prompt"],
+            example["completion"].strip(),
+            "yes" if example["passed"] else "no",
+            f"{example['passed_fraction']:.0%}",
+        ]
+        for example in metrics["examples"]
     ]
     return ReportTable("First samples of the trained policy", ["prompt", "completion", "passed", "of all"], rows)
 
 
 def draw(metrics: Metrics, path: Path) -> None:
-    """pass@k by k, and how many questions passed how often."""
+    """pass@k by k, and a histogram of prompts by how many of their samples passed."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10.5, 4.4), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
-    colors = {UNTRAINED: "#223355", TRAINED: "#cc3311"}
-    for nth, (name, each) in enumerate(metrics["policies"].items()):
-        ks = [int(k) for k in each["pass_at"]]
-        means = [100 * entry["mean"] for entry in each["pass_at"].values()]
-        errors = [100 * entry["error"] for entry in each["pass_at"].values()]
-        left.errorbar(ks, means, errors, color=colors[name], marker="o", capsize=3, label=name)
-        counts = each["questions_by_passed"]
-        places = [number + 0.4 * (nth - 0.5) for number in range(len(counts))]
-        right.bar(places, counts, width=0.4, color=colors[name], label=name)
+    for index, (name, policy) in enumerate(metrics["policies"].items()):
+        ks = [int(k) for k in policy["pass_at"]]
+        means = [100 * entry["mean"] for entry in policy["pass_at"].values()]
+        errors = [100 * entry["error"] for entry in policy["pass_at"].values()]
+        left.errorbar(ks, means, errors, color=_COLORS[name], marker="o", capsize=3, label=name)
+        counts = policy["prompts_by_passed"]
+        bars = [number + 0.4 * (index - 0.5) for number in range(len(counts))]
+        right.bar(bars, counts, width=0.4, color=_COLORS[name], label=name)
+    samples = metrics["samples_per_prompt"]
     left.set_xscale("log", base=2)
     left.set_xticks(ks, [str(k) for k in ks])
-    left.set(xlabel="k", ylabel="pass@k, % (± one standard error)", title="At least one of k passes")
-    right.set_xticks(range(0, metrics["samples"] + 1, max(1, metrics["samples"] // 8)))
-    right.set(xlabel=f"samples that passed, of {metrics['samples']}", ylabel="questions", title="How sure it is")
+    left.set(xlabel="k", ylabel="pass@k, % (± one standard error)", title="At least one of k samples passes")
+    right.set_xticks(range(0, samples + 1, max(1, samples // 8)))
+    right.set(xlabel=f"samples that passed, of {samples}", ylabel="prompts", title="Prompts by passed samples")
     for axes in (left, right):
         axes.legend(fontsize=8, frameon=False)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"{metrics['questions']} held-out questions", fontweight="bold")
+    figure.suptitle(f"{metrics['num_prompts']} held-out prompts", fontweight="bold")
     figure.savefig(path)
-
-
-TRUNCATED_FRACTION = "truncated_share"
-
-
-def completion_metrics(completions: Sequence[Completion], advantages: Tensor) -> dict[str, Tensor]:
-    """One number a row; NaN where a row has no part in a figure."""
-    tokens = torch.tensor([float(len(completion)) for completion in completions])
-    stopped = torch.tensor([completion.stopped for completion in completions])
-    entropies = torch.stack([completion.entropies.double().mean() for completion in completions])
-    return {
-        "tokens": tokens,
-        "tokens_better": tokens.masked_fill(advantages <= 0, torch.nan),
-        "tokens_worse": tokens.masked_fill(advantages >= 0, torch.nan),
-        "tokens_stopped": tokens.masked_fill(~stopped, torch.nan),
-        TRUNCATED_FRACTION: (~stopped).double(),
-        "entropy_sampled": entropies,
-    }
-
-
-def truncation_warning(metrics: Mapping[str, float], config: ChatConfig, sampling: SamplingParams) -> str | None:
-    """A sentence when nearly all completions were cut off, so that rewards say little about them."""
-    share = metrics[TRUNCATED_FRACTION]
-    if share < config.truncation_warning_at:
-        return None
-    return (
-        f"{share:.0%} of this step's completions reached sampling.max_new_tokens {sampling.max_new_tokens} without a"
-        " stop token: what they earn says little. Raise max_new_tokens, check that the prompt's template and the stop"
-        f" tokens {list(sampling.stop_ids)} are the model's, or reward shorter answers (judge.functions 'length')."
-    )

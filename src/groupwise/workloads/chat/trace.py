@@ -14,9 +14,10 @@ from torch import Tensor
 from groupwise.memory.stages import StepSpec
 from groupwise.memory.trace import LiveByteCounter, TracedStep, fake_tensors, replace_with_fake, trace_step
 from groupwise.workloads.chat.config import PolicyConfig, SamplingParams
+from groupwise.workloads.chat.engine.generate import GenerationLoop
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, make_policy
 from groupwise.workloads.chat.engine.sampler import Completion
-from groupwise.workloads.chat.engine.scheduler import Flight
+from groupwise.workloads.chat.engine.scheduler import Scheduler
 from groupwise.workloads.chat.engine.score import score
 from groupwise.workloads.chat.memory import SAMPLED_TOKEN_BYTES, ChatMemory
 
@@ -43,7 +44,7 @@ def fake_policy(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
         if frozen is None:
             policy = make_policy(model, config)
         else:
-            adapted = make_policy(model, replace(config, reference="none", path="plain"))
+            adapted = make_policy(model, replace(config, reference="none", forward="plain"))
             policy = LanguageModelPolicy(adapted.model, config, frozen)
             policy.train()
     replace_with_fake(policy, mode)
@@ -53,7 +54,7 @@ def fake_policy(model_config: Any, config: PolicyConfig, *, fake: bool = True) -
 def chat_step(policy: LanguageModelPolicy, memory: ChatMemory, spec: StepSpec) -> TracedStep:
     """Both stages with rows as long as they may be. Only rollouts with shared prompts can be traced."""
     rows, decode_rows = spec.shape.largest_pass, min(memory.decode_rows, spec.shape.rollouts_per_rank)
-    reference = policy._reference[0]
+    reference = policy.reference_model
     with fake_tensors():
         sampled_tokens = spec.shape.rollouts_per_rank * memory.completion_tokens
         sampled = torch.empty(sampled_tokens, SAMPLED_TOKEN_BYTES, dtype=torch.uint8)
@@ -61,7 +62,7 @@ def chat_step(policy: LanguageModelPolicy, memory: ChatMemory, spec: StepSpec) -
         policy,
         _update_pass(policy, memory, rows, prompts=spec.conditions_in(rows)),
         _rollout(policy, memory, decode_rows, prompts=spec.conditions_in(decode_rows))
-        if policy.shares_prompts
+        if policy.shares_prefix
         else None,
         held=tuple(reference.parameters()) if reference is not None else (),
         held_in_rollout=(sampled,),
@@ -83,35 +84,35 @@ def _update_pass(policy: LanguageModelPolicy, memory: ChatMemory, rows: int, *, 
     return update_pass
 
 
-class _Longest(Flight):
-    """Rows that all go on to the last token."""
+class _LongestCompletions(GenerationLoop):
+    """All rows run to the last token."""
 
-    def _leave(self) -> None:
-        """Nobody, and nobody is asked: fake tokens have no values."""
+    def _evict_finished(self) -> None:
+        """No row finishes: fake tokens have no values."""
 
-    def step_at(self, drawn: int) -> None:
-        """Decode when each row has drawn so many tokens."""
-        self.drawn = [drawn] * len(self.rows)
+    def decode_at(self, num_generated: int) -> None:
+        """One decoding step of rows with so many tokens each."""
+        for sequence in self.scheduler.running:
+            sequence.num_generated = num_generated
         self._decode()
 
 
 def _rollout(policy: LanguageModelPolicy, memory: ChatMemory, rows: int, *, prompts: int) -> Callable[[], None]:
-    """All prompts enter, and decoding at the lengths at which a row's cache grows, up to the last."""
-    asked, of_row = _longest_prompts(policy, memory, rows, prompts)
-    completion_tokens = memory.completion_tokens
-    sampling = SamplingParams(max_new_tokens=completion_tokens)
+    """Prefill of all prompts, then decoding at the lengths at which a row's cache grows, and at the last."""
+    prompt_tokens, prompt_of_row = _longest_prompts(policy, memory, rows, prompts)
+    sampling = SamplingParams(max_new_tokens=memory.completion_tokens)
 
-    def act() -> None:
+    def rollout() -> None:
         with policy.sampling():
-            flight = _Longest(policy, asked, of_row, torch.zeros(rows, completion_tokens), sampling, rows)
-            flight.head = flight.head.rounded()
-            flight._admit()
-            for drawn in range(1, completion_tokens):
-                places = min((keys.shape[2] for keys, _ in flight.own.layers.values()), default=0)
-                if places < drawn or drawn == completion_tokens - 1:
-                    flight.step_at(drawn)
+            uniforms = torch.zeros(rows, memory.completion_tokens)
+            loop = _LongestCompletions(policy, prompt_tokens, Scheduler(prompt_of_row, rows), uniforms, sampling)
+            loop._admit()
+            for num_generated in range(1, memory.completion_tokens):
+                capacity = min((keys.shape[2] for keys, _ in loop.row_cache.layers.values()), default=0)
+                if capacity < num_generated or num_generated == memory.completion_tokens - 1:
+                    loop.decode_at(num_generated)
 
-    return act
+    return rollout
 
 
 def _longest_prompts(

@@ -1,4 +1,4 @@
-"""The chat workload: rollouts are completions, rewards are asked by name, scores share the prompt."""
+"""ChatWorkload: completions as rollouts, their rewards, and their log-probs for the update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from groupwise.workloads.chat.engine.score import score, split_into_passes
 
 @dataclass(frozen=True)
 class ChatComponents:
-    """What a chat workload is made of."""
+    """What `build` loads for a chat workload."""
 
     policy: LanguageModelPolicy
     tokenizer: Any
@@ -33,86 +33,90 @@ class ChatComponents:
     held_out: PromptSet | None
     functions: Mapping[str, RewardFunction]
     sampling: SamplingParams
-    """With the stop tokens of the model and its tokenizer."""
+    """As configured, with the stop tokens of the model and its tokenizer."""
 
 
 class ChatWorkload(Workload):
-    """Questions, group_size answers to each, a reward, an update."""
+    """A condition is a prompt, a rollout a completion of it, a decision a token."""
 
-    def __init__(self, parts: ChatComponents, config: ChatConfig):
+    policy: LanguageModelPolicy
+
+    def __init__(self, components: ChatComponents, config: ChatConfig):
         from groupwise.workloads.chat.report import ChatReporter
 
         self.reporter = ChatReporter(self)
-        self.parts, self.config = parts, config
-        self.policy = parts.policy
-        self.num_conditions = len(parts.training)
+        self.components, self.config = components, config
+        self.policy = components.policy
+        self.num_conditions = len(components.training)
         self.stage_rows = {"rollout": config.decode_rows, "evaluation": config.decode_rows}
-        self.shrinkable = {"max_new_tokens": parts.sampling.max_new_tokens}
+        self.shrinkable = {"max_new_tokens": components.sampling.max_new_tokens}
 
     @property
     def sampling(self) -> SamplingParams:
-        """As set, unless completions had to become shorter."""
-        return replace(self.parts.sampling, max_new_tokens=self.shrinkable["max_new_tokens"])
+        """As configured, unless completions had to become shorter."""
+        return replace(self.components.sampling, max_new_tokens=self.shrinkable["max_new_tokens"])
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
-        return self.complete(self.parts.training, rows, self.sampling, decode_rows=self.stage_rows["rollout"])
+        return self.sample_completions(
+            self.components.training, rows, self.sampling, decode_rows=self.stage_rows["rollout"]
+        )
 
-    def complete(
+    def sample_completions(
         self, prompts: PromptSet, rows: RolloutRows, sampling: SamplingParams, *, decode_rows: int
     ) -> Rollouts:
-        """One completion a row, of training prompts or of others."""
-        asked, of_row = _unique_prompts(prompts, rows.condition)
-        said = generate(self.parts.policy, asked, of_row, rows, sampling, decode_rows=decode_rows)
-        mask = completion_mask(said)
+        """One completion a row, of training or held-out prompts."""
+        token_ids, prompt_of_row = _unique_prompts(prompts, rows.condition)
+        completions = generate(self.policy, token_ids, prompt_of_row, rows, sampling, decode_rows=decode_rows)
+        mask = completion_mask(completions)
         if self.config.mask_truncated:
-            mask &= torch.tensor([completion.stopped for completion in said])[:, None]
+            mask &= torch.tensor([completion.stopped for completion in completions])[:, None]
         return Rollouts(
             group_ids=prompts.group_ids[rows.condition],
-            logp=pad_rows([completion.logps for completion in said]),
+            logp=pad_rows([completion.logps for completion in completions]),
             mask=mask,
-            data={"condition": rows.condition, "completion": said},
+            data={"condition": rows.condition, "completion": completions},
         )
 
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
-        return self.judged(self.parts.training, rollouts)
+        return self.reward_terms(self.components.training, rollouts)
 
-    def judged(self, prompts: PromptSet, rollouts: Rollouts) -> RewardTerms:
+    def reward_terms(self, prompts: PromptSet, rollouts: Rollouts) -> RewardTerms:
         """All reward functions on all rows, with the columns of their prompts."""
         rows = rollouts.data["condition"].tolist()
-        said: list[Completion] = rollouts.data["completion"]
-        texts = self.texts(said)
+        completions: list[Completion] = rollouts.data["completion"]
+        texts = self.decode_completions(completions)
         return call_rewards(
-            self.parts.functions,
+            self.components.functions,
             [prompts.shown[row] for row in rows],
             [[{"role": "assistant", "content": text}] for text in texts] if prompts.is_dialogue else texts,
-            completion_ids=[list(completion.ids) for completion in said],
+            completion_ids=[list(completion.ids) for completion in completions],
             **{name: [column[row] for row in rows] for name, column in prompts.columns.items()},
         )
 
-    def texts(self, completions: Sequence[Completion]) -> list[str]:
-        """What was said, without special tokens: for rewards and people, never to be encoded again."""
+    def decode_completions(self, completions: Sequence[Completion]) -> list[str]:
+        """Texts without special tokens, for rewards and people. They are never encoded again."""
         ids = [list(completion.ids) for completion in completions]
-        found: list[str] = self.parts.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return found
+        texts: list[str] = self.components.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return texts
 
     def score(self, rollouts: Rollouts) -> Scores:
-        asked, of_row = _unique_prompts(self.parts.training, rollouts.data["condition"])
+        token_ids, prompt_of_row = _unique_prompts(self.components.training, rollouts.data["condition"])
         return score(
-            self.parts.policy,
-            asked,
-            of_row,
+            self.policy,
+            token_ids,
+            prompt_of_row,
             rollouts.data["completion"],
-            self.parts.sampling,
+            self.components.sampling,
             width=rollouts.logp.shape[1],
-            reference=self.parts.policy.has_reference,
+            reference=self.policy.has_reference,
         )
 
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
-        """Members of a group together, so that their prompt is computed once; cut by rows and by tokens."""
-        of_row = rollouts.data["condition"].tolist()
+        """Members of a group together, so that their prompt is computed once; limited by rows and by tokens."""
+        conditions = rollouts.data["condition"].tolist()
         return split_into_passes(
-            of_row,
-            [len(self.parts.training.ids[row]) for row in of_row],
+            conditions,
+            [len(self.components.training.ids[condition]) for condition in conditions],
             [len(completion) for completion in rollouts.data["completion"]],
             rows_per_pass=rows_per_pass,
             tokens_per_pass=self.config.tokens_per_pass,
@@ -124,13 +128,13 @@ class ChatWorkload(Workload):
         return evaluation_metrics(self)
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
-        """By number, a condition is a question: weights that were trained on others are not continued by mistake."""
-        content = blake2b(self.parts.training.group_ids.numpy().tobytes(), digest_size=16)
-        told = {"questions": self.num_conditions, "content": content.hexdigest()}
-        return {"questions.json": json.dumps(told).encode()}
+        """Conditions are prompts by index, so a run must not continue with other prompts: their number and hash."""
+        content = blake2b(self.components.training.group_ids.numpy().tobytes(), digest_size=16)
+        prompts = {"questions": self.num_conditions, "content": content.hexdigest()}
+        return {"questions.json": json.dumps(prompts).encode()}
 
 
 def _unique_prompts(prompts: PromptSet, conditions: Tensor) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The prompts that some rows complete, and which of them each row does."""
-    used, of_row = conditions.unique(return_inverse=True)
-    return [prompts.ids[nth] for nth in used.tolist()], of_row.tolist()
+    """The token ids of the prompts in use, and for each row the index of its prompt among them."""
+    used, prompt_of_row = conditions.unique(return_inverse=True)
+    return [prompts.ids[condition] for condition in used.tolist()], prompt_of_row.tolist()

@@ -1,4 +1,4 @@
-"""Which models can share a prompt within a group: told by their configuration, then checked by a small computation."""
+"""Which forward a model gets: shared-prefix where its outputs prove equal, else the plain one with the reason."""
 
 from __future__ import annotations
 
@@ -8,86 +8,74 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from groupwise.workloads.chat.engine.attention import ATTENTION_NAME, Layout
+from groupwise.workloads.chat.engine.attention import ATTENTION_NAME, AttentionLayout
 from groupwise.workloads.chat.engine.llama_forward import llama_forward
 from groupwise.workloads.chat.engine.packing import pack_batch
 
-HiddenStatesFn = Callable[[Tensor, Tensor, Layout], Tensor]
-"""Hidden states [predicting tokens, width], from ids and positions [batch, tokens] and who sees whom."""
+HiddenStatesFn = Callable[[Tensor, Tensor, AttentionLayout], Tensor]
+"""(ids, position_ids [batch, tokens], layout) -> hidden states [logit positions, width]."""
 
 _PROMPTS = ((3, 1, 4), (2, 5))
 _COMPLETIONS = (((9, 2), (6,)), ((5, 3, 7),))
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
-"""Largest difference of hidden states, relative to the largest of them."""
+"""Largest accepted difference, relative to the largest value."""
 
 
 def shared_prefix_forward(causal_lm: Any) -> HiddenStatesFn | str:
-    """Set the model up to share prompts; returns how to compute it. Where it cannot, leave it as it is and say why."""
+    """Set the model up to share prompts and return its forward; or leave it unchanged and return the reason."""
     reason = _unsupported_reason(causal_lm)
     if reason is not None:
         return reason
-    stock = causal_lm.config._attn_implementation
-    plain = _reference_outputs(causal_lm)
+    stock_attention = causal_lm.config._attn_implementation
+    expected_hidden, expected_logits = _reference_outputs(causal_lm)
     causal_lm.set_attn_implementation(ATTENTION_NAME)
     forward: HiddenStatesFn = StockForward(causal_lm.base_model)
     try:
-        shared, heads = _shared_outputs(causal_lm, forward)
-    except (TypeError, RuntimeError, AttributeError, KeyError) as fault:
-        causal_lm.set_attn_implementation(stock)
-        return f"its layers do not hand a layout on to their attention ({type(fault).__name__}: {fault})"
-    for name, together, apart in (("hidden states", shared, plain[0]), ("logits", heads, plain[1])):
-        if not _close(together, apart):
-            causal_lm.set_attn_implementation(stock)
-            return f"its {name} come out differently when a prompt is shared"
-    return _lean_if_equal(causal_lm, plain[0]) or forward
+        hidden, logits = _shared_outputs(causal_lm, forward)
+    except (TypeError, RuntimeError, AttributeError, KeyError) as error:
+        causal_lm.set_attn_implementation(stock_attention)
+        return f"its layers do not pass a layout on to their attention ({type(error).__name__}: {error})"
+    for name, shared, expected in (("hidden states", hidden, expected_hidden), ("logits", logits, expected_logits)):
+        if not _close(shared, expected):
+            causal_lm.set_attn_implementation(stock_attention)
+            return f"its {name} differ when a prompt is shared"
+    return _llama_forward_if_equal(causal_lm, expected_hidden) or forward
 
 
-def _lean_if_equal(causal_lm: Any, plain: Tensor) -> HiddenStatesFn | None:
-    lean = llama_forward(causal_lm.base_model)
-    if lean is None:
+def _llama_forward_if_equal(causal_lm: Any, expected: Tensor) -> HiddenStatesFn | None:
+    forward = llama_forward(causal_lm.base_model)
+    if forward is None:
         return None
     try:
-        shared, _ = _shared_outputs(causal_lm, lean)
-    except (TypeError, RuntimeError, AttributeError, IndexError):  # of Llama's build by its names only
+        hidden, _ = _shared_outputs(causal_lm, forward)
+    except (TypeError, RuntimeError, AttributeError, IndexError):  # Llama's module names, another computation
         return None
-    return lean if _close(shared, plain) else None
+    return forward if _close(hidden, expected) else None
 
 
 class StockForward:
-    """The model's own forward, told who sees whom."""
+    """The model's own forward, with a layout: a `HiddenStatesFn`."""
 
     def __init__(self, base_model: Any):
         self.model = base_model
 
-    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        hidden: Tensor = self.model(input_ids=ids, position_ids=positions, use_cache=False, layout=layout)[0]
-        hidden, wanted = hidden.flatten(0, 1), layout.predicting
-        return hidden if wanted is None else hidden.index_select(0, wanted)
-
-
-def _close(together: Tensor, apart: Tensor) -> bool:
-    return together.shape == apart.shape and _relative_error(together, apart) <= _TOLERANCE[apart.dtype]
-
-
-def _relative_error(together: Tensor, apart: Tensor) -> float:
-    """Largest difference relative to the largest number. In half precision that of the middle token: a router
-    of experts may tip over for some by rounding alone.
-    """
-    by_token = (together - apart).abs().amax(-1) / apart.abs().max()
-    exact = apart.dtype in (torch.float32, torch.float64)
-    return float(by_token.max() if exact else by_token.median())
+    def __call__(self, ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+        hidden: Tensor = self.model(input_ids=ids, position_ids=position_ids, use_cache=False, layout=layout)[0]
+        hidden, logit_positions = hidden.flatten(0, 1), layout.logit_positions
+        return hidden if logit_positions is None else hidden.index_select(0, logit_positions)
 
 
 def _unsupported_reason(causal_lm: Any) -> str | None:
     config = causal_lm.config.get_text_config()
-    others = sorted({*(getattr(config, "layer_types", None) or ())} - {"full_attention"})
-    windows = getattr(config, "sliding_window", None) if not getattr(config, "layer_types", None) else None
+    layer_types = getattr(config, "layer_types", None) or ()
+    unsupported = sorted({*layer_types} - {"full_attention"})
+    window = None if layer_types else getattr(config, "sliding_window", None)
     if not getattr(causal_lm, "_supports_attention_backend", False):
         return "transformers gives it no choice of attention functions"
-    if others:
-        return f"it has layers of {', '.join(others)}, whose cache is not plain keys and values"
-    if windows is not None:
-        return f"it attends within a sliding window of {windows} tokens"
+    if unsupported:
+        return f"it has layers of {', '.join(unsupported)}, whose cache is not plain keys and values"
+    if window is not None:
+        return f"it attends within a sliding window of {window} tokens"
     if type(causal_lm.get_output_embeddings()) is not nn.Linear:
         return f"its head is {type(causal_lm.get_output_embeddings()).__name__}, not a plain linear layer"
     return None
@@ -95,7 +83,7 @@ def _unsupported_reason(causal_lm: Any) -> str | None:
 
 @torch.no_grad()
 def _reference_outputs(causal_lm: Any) -> tuple[Tensor, Tensor]:
-    """Hidden states and logits of completions, each run after its own prompt."""
+    """Hidden states and logits of completions, each computed after its own copy of the prompt."""
     hidden, logits = [], []
     for prompt, group in zip(_PROMPTS, _COMPLETIONS, strict=True):
         for completion in group:
@@ -107,7 +95,20 @@ def _reference_outputs(causal_lm: Any) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _shared_outputs(causal_lm: Any, forward: HiddenStatesFn) -> tuple[Tensor, Tensor]:
-    """The same by the shared path."""
+    """The same with shared prompts."""
     packed = pack_batch(_PROMPTS, _COMPLETIONS, causal_lm.device)
-    hidden = forward(packed.ids[None], packed.positions[None], packed)[len(_PROMPTS) :]
+    hidden = forward(packed.ids[None], packed.position_ids[None], packed)[len(_PROMPTS) :]
     return hidden, causal_lm.get_output_embeddings()(hidden)
+
+
+def _close(shared: Tensor, expected: Tensor) -> bool:
+    return shared.shape == expected.shape and _relative_error(shared, expected) <= _TOLERANCE[expected.dtype]
+
+
+def _relative_error(shared: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest value. In half precision that of the median token: rounding alone may
+    send some tokens to other experts.
+    """
+    by_token = (shared - expected).abs().amax(-1) / expected.abs().max()
+    exact = expected.dtype in (torch.float32, torch.float64)
+    return float(by_token.max() if exact else by_token.median())

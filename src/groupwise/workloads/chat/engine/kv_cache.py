@@ -1,165 +1,199 @@
-"""One token a row, against prompts that are stored once per group and the tokens that each row drew itself."""
+"""Keys and values during decoding: one copy of each prompt for its whole group, and the tokens that each row generated.
+
+`DecodeLayout` attends over both.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.attention import attend, merge_by_lse
+from groupwise.workloads.chat.engine.attention import KVByLayer, attend, merge_by_lse
 
-_INITIAL_CAPACITY = 32  # of a row's own cache; doubled when they are full
+_INITIAL_CAPACITY = 32  # tokens of a row; doubled when they are full
 
 
 class RowKVCache:
-    """Keys and values of the tokens that rows drew, [seats, key heads, places, width] in each layer."""
+    """Keys and values of generated tokens, [slots, key heads, capacity, width] in each layer."""
 
-    def __init__(self, seats: int, most_places: int, device: torch.device):
-        self.seats, self.most_places = seats, most_places
-        self.numbers = torch.arange(seats, device=device)
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+    def __init__(self, slots: int, max_tokens: int, device: torch.device):
+        self.slots, self.max_tokens = slots, max_tokens
+        self.slot_index = torch.arange(slots, device=device)
+        self.layers: KVByLayer = {}
 
-    def write(
-        self, layer: int, places: Int64[Tensor, " rows"] | None, new: tuple[Tensor, Tensor], used: int
+    def append(
+        self, layer: int, positions: Int64[Tensor, " rows"] | None, new: tuple[Tensor, Tensor], length: int
     ) -> tuple[Tensor, Tensor]:
-        """Put one token a row [rows, key heads, 1, width] in its place, the last of the used ones where None is given;
-        returns all that the rows have so far.
+        """Write one token a row, [rows, key heads, 1, width], at its position; None is the last of `length` positions.
+
+        Returns the first `length` keys and values of the rows.
         """
         rows = new[0].shape[0]
-        found = []
-        for cache, token in zip(self._with_places(layer, new, used), new, strict=True):
-            seen = cache[:rows, :, :used]
-            if places is None:
-                seen.narrow(2, used - 1, 1).copy_(token)
+        cached = []
+        for cache, token in zip(self._grow(layer, new, length), new, strict=True):
+            filled = cache[:rows, :, :length]
+            if positions is None:
+                filled.narrow(2, length - 1, 1).copy_(token)
             else:
-                seen[self.numbers[:rows], :, places] = token[:, :, 0]
-            found.append(seen)
-        return found[0], found[1]
+                filled[self.slot_index[:rows], :, positions] = token[:, :, 0]
+            cached.append(filled)
+        return cached[0], cached[1]
 
-    def move(self, source: int, target: int, used: int) -> None:
-        """A row changes its seat."""
-        for stored in self.layers.values():
-            for cache in stored:
-                cache[target, :, :used] = cache[source, :, :used]
+    def move_slot(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` tokens of a row to another slot."""
+        for cached in self.layers.values():
+            for cache in cached:
+                cache[target, :, :length] = cache[source, :, :length]
 
-    def _with_places(self, layer: int, new: tuple[Tensor, Tensor], used: int) -> tuple[Tensor, Tensor]:
-        stored = self.layers.get(layer)
-        if stored is not None and stored[0].shape[2] >= used:
-            return stored
-        places = min(self.most_places, max(_INITIAL_CAPACITY, 2 * used if stored else used))
+    def _grow(self, layer: int, new: tuple[Tensor, Tensor], length: int) -> tuple[Tensor, Tensor]:
+        """The layer's caches, with room for `length` tokens a row."""
+        cached = self.layers.get(layer)
+        if cached is not None and cached[0].shape[2] >= length:
+            return cached
+        capacity = min(self.max_tokens, max(_INITIAL_CAPACITY, 2 * length if cached else length))
         grown = []
-        for nth, each in enumerate(new):
-            cache = each.new_zeros(self.seats, each.shape[1], places, each.shape[3])
-            if stored is not None:
-                cache[:, :, : stored[nth].shape[2]] = stored[nth]
+        for index, token in enumerate(new):
+            cache = token.new_zeros(self.slots, token.shape[1], capacity, token.shape[3])
+            if cached is not None:
+                cache[:, :, : cached[index].shape[2]] = cached[index]
             grown.append(cache)
         self.layers[layer] = (grown[0], grown[1])
         return self.layers[layer]
 
 
+@dataclass(frozen=True)
+class PromptKV:
+    """Keys and values of one prompt, [key heads, length, width] in each layer."""
+
+    prompt: int
+    length: int
+    layers: KVByLayer
+
+
 class PromptKVCache:
-    """Keys and values of the prompts in flight, each once: [prompts, key heads, longest, width] in each layer."""
+    """Keys and values of the prompts in use, each once: [prompts, key heads, longest, width] in each layer."""
 
     def __init__(self) -> None:
-        self.numbers: list[int] = []
+        self.prompts: list[int] = []
         self.lengths: list[int] = []
-        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.layers: KVByLayer = {}
         self.bias: Tensor | None = None
+        """Hides the padding of shorter prompts; None where all are equally long."""
 
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self.layers.values()))[0].dtype
 
-    def change(self, leaving: set[int], entering: Sequence[tuple[int, int, dict[int, tuple[Tensor, Tensor]]]]) -> None:
-        """Some prompts leave; others enter: (number, length, keys and values [key heads, length, width] by layer)."""
-        old = [nth for nth, number in enumerate(self.numbers) if number not in leaving]
-        layers = list(self.layers or entering[0][2]) if old or entering else []
-        lengths = [self.lengths[nth] for nth in old] + [length for _, length, _ in entering]
-        changed: dict[int, tuple[Tensor, Tensor]] = {}
-        for layer in layers:
-            pieces = [tuple(each[nth, :, : self.lengths[nth]] for each in self.layers[layer]) for nth in old]
-            pieces += [new[layer] for _, _, new in entering]
-            changed[layer] = (_stacked([piece[0] for piece in pieces]), _stacked([piece[1] for piece in pieces]))
-        self.numbers = [self.numbers[nth] for nth in old] + [number for number, _, _ in entering]
-        self.lengths, self.layers, self.bias = lengths, changed, None
-        if lengths and min(lengths) < max(lengths):
-            keys = changed[layers[0]][0]
-            absent = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
-            self.bias = torch.zeros(absent.shape).masked_fill(absent, -torch.inf)[:, None, None].to(keys)
+    def update(self, evict: AbstractSet[int], insert: Sequence[PromptKV]) -> None:
+        """Drop some prompts, add others, and stack what is left and what is new."""
+        entries = [*(entry for entry in self._entries() if entry.prompt not in evict), *insert]
+        self.prompts = [entry.prompt for entry in entries]
+        self.lengths = [entry.length for entry in entries]
+        self.layers = {
+            layer: (
+                _stack_padded([entry.layers[layer][0] for entry in entries]),
+                _stack_padded([entry.layers[layer][1] for entry in entries]),
+            )
+            for layer in (entries[0].layers if entries else ())
+        }
+        self.bias = self._padding_bias()
+
+    def _entries(self) -> list[PromptKV]:
+        """The cached prompts as views, without padding."""
+        entries = []
+        for index, (prompt, length) in enumerate(zip(self.prompts, self.lengths, strict=True)):
+            layers = {
+                layer: (keys[index, :, :length], values[index, :, :length])
+                for layer, (keys, values) in self.layers.items()
+            }
+            entries.append(PromptKV(prompt, length, layers))
+        return entries
+
+    def _padding_bias(self) -> Tensor | None:
+        if len({*self.lengths}) <= 1:
+            return None
+        padding = torch.arange(max(self.lengths))[None] >= torch.tensor(self.lengths)[:, None]
+        keys, _ = next(iter(self.layers.values()))
+        return torch.zeros(padding.shape).masked_fill(padding, -torch.inf)[:, None, None].to(keys)
 
 
-def _stacked(pieces: Sequence[Tensor]) -> Tensor:
-    longest = max(piece.shape[1] for piece in pieces)
-    stacked = pieces[0].new_zeros(len(pieces), pieces[0].shape[0], longest, pieces[0].shape[2])
-    for nth, piece in enumerate(pieces):
-        stacked[nth, :, : piece.shape[1]] = piece
+def _stack_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """[key heads, length, width] of different lengths as one tensor, with zeros on the right."""
+    longest = max(tensor.shape[1] for tensor in tensors)
+    stacked = tensors[0].new_zeros(len(tensors), tensors[0].shape[0], longest, tensors[0].shape[2])
+    for index, tensor in enumerate(tensors):
+        stacked[index, :, : tensor.shape[1]] = tensor
     return stacked
 
 
 class DecodeLayout:
-    """The layout of decoding steps while nobody comes or goes: who sits where, and which prompt each row follows."""
+    """The `AttentionLayout` of decoding steps, valid until a row is admitted or finishes: slots and their prompts."""
 
-    predicting = None  # every row's token
+    logit_positions = None  # the token of every row
 
-    def __init__(self, own: RowKVCache, prompts: PromptKVCache, prompt_of_seat: Sequence[int], device: torch.device):
-        self.own, self.prompts = own, prompts
-        self.device = device
-        self.table, self.back = _slots_by_prompt(prompts.numbers, prompt_of_seat, device)
-        self.used = 0
-        self.places: Tensor | None = None
+    def __init__(
+        self, row_cache: RowKVCache, prompt_cache: PromptKVCache, prompt_of_slot: Sequence[int], device: torch.device
+    ):
+        self.row_cache, self.prompt_cache, self.device = row_cache, prompt_cache, device
+        self.gather_index, self.scatter_index = _slots_by_prompt(prompt_cache.prompts, prompt_of_slot, device)
+        self.length = 0
+        self.positions: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def place_tokens(self, places: Sequence[int], dtype: torch.dtype) -> None:
-        """Where each row's next token goes in its own cache: after the tokens it has there."""
-        self.used, self.places, self.bias = max(places) + 1, None, None
-        if min(places) == max(places):
+    def set_positions(self, positions: Sequence[int], dtype: torch.dtype) -> None:
+        """Where the next token of each row goes in the row cache: after the tokens it has there."""
+        self.length, self.positions, self.bias = max(positions) + 1, None, None
+        if min(positions) == max(positions):
             return
-        self.places = torch.tensor(places, device=self.device)
-        absent = torch.arange(self.used, device=self.device)[None] > self.places[:, None]
-        self.bias = torch.zeros(absent.shape, dtype=dtype, device=self.device)
-        self.bias = self.bias.masked_fill_(absent, -torch.inf)[:, None, None]
+        self.positions = torch.tensor(positions, device=self.device)
+        unused = torch.arange(self.length, device=self.device)[None] > self.positions[:, None]
+        bias = torch.zeros(unused.shape, dtype=dtype, device=self.device)
+        self.bias = bias.masked_fill_(unused, -torch.inf)[:, None, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `attention.Layout`: [rows, heads, 1, width]."""
+        """One query a row, [rows, heads, 1, width]: to its prompt and to its own tokens, merged."""
         rows, heads, _, width = query.shape
-        folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share keys become queries of one head
-        keys, values = self.own.write(layer, self.places, (key, value), self.used)
-        own = attend(folded, keys, values, scale=scale, bias=self.bias)
-        return merge_by_lse(*self._attend_prompts(layer, folded, scale), *own).reshape(rows, 1, heads, width)
+        folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share a key head become its queries
+        keys, values = self.row_cache.append(layer, self.positions, (key, value), self.length)
+        completion = attend(folded, keys, values, scale=scale, bias=self.bias)
+        return merge_by_lse(*self._attend_prompts(layer, folded, scale), *completion).reshape(rows, 1, heads, width)
 
     def _attend_prompts(self, layer: int, folded: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """The queries of a prompt's rows stand together, so its keys are read once for all of them."""
-        key_heads, served, width = folded.shape[1:]
-        by_prompt = folded if self.table is None else folded[self.table]
-        by_prompt = by_prompt.view(len(self.prompts.numbers), -1, key_heads, served, width)
+        """The queries of a prompt's rows go together, so that its keys are read once for all of them."""
+        key_heads, queries_per_key, width = folded.shape[1:]
+        by_prompt = folded if self.gather_index is None else folded[self.gather_index]
+        by_prompt = by_prompt.view(len(self.prompt_cache.prompts), -1, key_heads, queries_per_key, width)
         members = by_prompt.shape[1]
-        query = by_prompt.transpose(1, 2).reshape(-1, key_heads, members * served, width)
-        out, lse = attend(query, *self.prompts.layers[layer], scale=scale, bias=self.prompts.bias)
-        out = out.view(-1, key_heads, members, served, width).transpose(1, 2)
-        lse = lse.view(-1, key_heads, members, served).transpose(1, 2)
-        if self.back is None:
+        query = by_prompt.transpose(1, 2).reshape(-1, key_heads, members * queries_per_key, width)
+        out, lse = attend(query, *self.prompt_cache.layers[layer], scale=scale, bias=self.prompt_cache.bias)
+        out = out.view(-1, key_heads, members, queries_per_key, width).transpose(1, 2)
+        lse = lse.view(-1, key_heads, members, queries_per_key).transpose(1, 2)
+        if self.scatter_index is None:
             return out.reshape(folded.shape), lse.reshape(folded.shape[:3])
-        return out.flatten(0, 1)[self.back], lse.flatten(0, 1)[self.back]
+        return out.flatten(0, 1)[self.scatter_index], lse.flatten(0, 1)[self.scatter_index]
 
 
 def _slots_by_prompt(
-    numbers: Sequence[int], prompt_of_seat: Sequence[int], device: torch.device
+    prompts: Sequence[int], prompt_of_slot: Sequence[int], device: torch.device
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Seats as a flat table [prompts, most members] (a shorter line repeats its first seat), and where each one is.
+    """Slots as a flattened table [prompts, most members], padded with a prompt's first slot; and where each slot is.
 
-    None for both where the seats stand in that order already.
+    None for both where the slots are in that order already.
     """
-    lines: dict[int, list[int]] = {number: [] for number in numbers}
-    for seat, number in enumerate(prompt_of_seat):
-        lines[number].append(seat)
-    widest = max(map(len, lines.values()))
-    table = [line + [line[0]] * (widest - len(line)) for line in lines.values()]
-    if [seat for line in table for seat in line] == list(range(len(prompt_of_seat))):
+    slots: dict[int, list[int]] = {prompt: [] for prompt in prompts}
+    for slot, prompt in enumerate(prompt_of_slot):
+        slots[prompt].append(slot)
+    members = max(map(len, slots.values()))
+    table = [slot for line in slots.values() for slot in [*line, *[line[0]] * (members - len(line))]]
+    if table == list(range(len(prompt_of_slot))):
         return None, None
-    back = [0] * len(prompt_of_seat)
-    for nth, line in enumerate(lines.values()):
-        for place, seat in enumerate(line):
-            back[seat] = nth * widest + place
-    return torch.tensor(table, device=device).flatten(), torch.tensor(back, device=device)
+    scatter_index = [0] * len(prompt_of_slot)
+    for index, line in enumerate(slots.values()):
+        for member, slot in enumerate(line):
+            scatter_index[slot] = index * members + member
+    return torch.tensor(table, device=device), torch.tensor(scatter_index, device=device)

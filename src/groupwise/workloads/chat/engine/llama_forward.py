@@ -1,14 +1,8 @@
-"""The forward of models of Llama's build (Llama, Mistral, Qwen2, Qwen3 ...) in fewer operators and calls.
+"""A shorter forward for Llama-like models (Llama, Mistral, Qwen2, Qwen3, ...), with fewer operators and Python calls.
 
-A decoding step is so little arithmetic that the calls around it cost more: in Python here, as launches on a GPU. In
-training, norms and rotary positions by their own gradients move less memory. Modules, weights and adapters are the
-model's, the result is the same to rounding, and `shared_prefix_forward` compares it with the model's own
-forward before use.
-The small operators of a transformer layer, each with its gradient by hand: fewer passes over memory, less kept.
-
-Norm: y = w x r with r = 1 / sqrt(mean(x^2) + eps), n = x r; then dx = r (h - n mean(h n)) with h = w dy, dw = sum dy n.
-Rotary positions: y = x cos + swap(x) sin, where swap exchanges the halves and sin bears the sign of the first;
-then dx = dy cos + swap(dy sin).
+A decoding step has so little arithmetic that Python calls and kernel launches cost more. In training, hand-written
+gradients of norms and rotary embeddings move and keep less memory. Modules, weights and adapters are the model's own.
+`shared_prefix_forward` compares the result with the model's forward before it is used.
 """
 
 from __future__ import annotations
@@ -20,156 +14,87 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.workloads.chat.engine.attention import Layout, layout_attention
+from groupwise.workloads.chat.engine.attention import AttentionLayout, layout_attention
 
 Values = Float[Tensor, "*batch width"]
-Rotation = tuple[Float[Tensor, "batch tokens 1 width"], Float[Tensor, "batch tokens 1 width"]]
-"""Cosine, and sine with a minus in its first half."""
-
-
-def rms_norm(values: Values, weight: Float[Tensor, " width"], epsilon: float) -> Values:
-    """Root mean square norm, in float32 as transformers computes it."""
-    if torch.is_grad_enabled():
-        found: Tensor = _RMSNorm.apply(values, weight, epsilon)
-        return found
-    if values.dtype == weight.dtype == torch.float32:
-        return torch.rms_norm(values, weight.shape, weight, epsilon)
-    return _times_weight(values, _inverse_root(values, epsilon), weight)
-
-
-def rotary_tables(cos: Float[Tensor, "batch tokens width"], sin: Float[Tensor, "batch tokens width"]) -> Rotation:
-    """transformers' rotary positions, ready for all heads of all layers."""
-    first, second = sin.chunk(2, -1)
-    return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
-
-
-def apply_rotary(values: Float[Tensor, "batch tokens heads width"], turn: Rotation) -> Tensor:
-    """Queries or keys turned by their positions."""
-    if torch.is_grad_enabled():
-        found: Tensor = _Rotary.apply(values, *turn)
-        return found
-    return _rotate(values, *turn)
-
-
-def _inverse_root(values: Values, epsilon: float) -> Tensor:
-    return values.to(torch.float32).pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
-
-
-def _times_weight(values: Values, inverse_root: Tensor, weight: Tensor) -> Tensor:
-    return weight * (values.to(torch.float32) * inverse_root).to(values.dtype)
-
-
-def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return torch.addcmul(values * cos, _swapped(values), sin)
-
-
-def _swapped(values: Tensor) -> Tensor:
-    first, second = values.chunk(2, -1)
-    return torch.cat((second, first), -1)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        inverse_root = _inverse_root(values, epsilon)
-        ctx.save_for_backward(values, weight, inverse_root)
-        return _times_weight(values, inverse_root, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        values, weight, inverse_root = ctx.saved_tensors
-        exact = torch.promote_types(values.dtype, torch.float32)
-        grad, normed = grads[0].to(exact), values.to(exact) * inverse_root
-        by_normed = grad * weight
-        pull = torch.linalg.vecdot(by_normed, normed).div_(values.shape[-1])[..., None]
-        by_values = by_normed.addcmul_(normed, pull, value=-1).mul_(inverse_root).to(values.dtype)
-        by_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
-        return by_values, by_weight, None
-
-
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = values.dtype
-        return _rotate(values, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        first, second = (grads[0] * sin).chunk(2, -1)
-        return (grads[0] * cos).add_(torch.cat((second, first), -1)).to(ctx.dtype), None, None
-
+Rotary = tuple[Float[Tensor, "batch tokens 1 width"], Float[Tensor, "batch tokens 1 width"]]
+"""Cosine, and sine with its first half negated."""
 
 _MODEL = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
-_GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+_GATED_MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 
 class LlamaForward:
-    """Hidden states of a base model; called like `Policy.hidden`."""
+    """Hidden states of a base model: a `HiddenStatesFn`."""
 
     def __init__(self, base_model: Any):
         self.model = base_model
-        self.layers = [_Layer(layer) for layer in base_model.layers]
+        self.layers = [_LlamaLayer(layer) for layer in base_model.layers]
 
-    def __call__(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+    def __call__(self, ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
         hidden = self.model.embed_tokens(ids)
-        turn = rotary_tables(*self.model.rotary_emb(hidden, position_ids=positions))
-        hidden = hidden.flatten(0, 1)  # products of matrices need no thought about further axes
+        rotary = rotary_tables(*self.model.rotary_emb(hidden, position_ids=position_ids))
+        hidden = hidden.flatten(0, 1)  # matrix products of two axes are the cheapest to call
         for layer in self.layers:
-            wanted = layout.predicting if layer is self.layers[-1] else None
-            told = hidden, turn, layout, wanted
-            if layer.module.training and torch.is_grad_enabled():  # transformers' sign for gradient checkpointing
-                hidden = checkpoint(layer, *told, use_reentrant=False)
+            # After the last attention, only tokens whose logits are needed go on.
+            logit_positions = layout.logit_positions if layer is self.layers[-1] else None
+            inputs = hidden, rotary, layout, logit_positions
+            if layer.module.training and torch.is_grad_enabled():  # how transformers marks gradient checkpointing
+                hidden = checkpoint(layer, *inputs, use_reentrant=False)
             else:
-                hidden = layer(*told)
+                hidden = layer(*inputs)
         return _norm(self.model.norm, hidden)
 
 
-class _Layer:
+class _LlamaLayer:
     def __init__(self, module: Any):
         self.module, self.attention, self.mlp = module, module.self_attn, module.mlp
-        self.projections = tuple(getattr(module.self_attn, name) for name in ("q_proj", "k_proj", "v_proj"))
-        self.out = module.self_attn.o_proj
-        self.before, self.after = module.input_layernorm, module.post_attention_layernorm
+        self.input_projections = tuple(getattr(module.self_attn, name) for name in ("q_proj", "k_proj", "v_proj"))
+        self.output_projection = module.self_attn.o_proj
+        self.attention_norm, self.mlp_norm = module.input_layernorm, module.post_attention_layernorm
         self.head_norms = tuple(getattr(module.self_attn, name, None) for name in ("q_norm", "k_norm"))
         self.head_width, self.scale = module.self_attn.head_dim, module.self_attn.scaling
-        self.gate = (
+        self.gated_mlp = (
             (module.mlp.gate_proj, module.mlp.act_fn, module.mlp.up_proj, module.mlp.down_proj)
-            if _children(module.mlp) == _GATED
+            if _children(module.mlp) == _GATED_MLP
             else None
         )
 
-    def __call__(self, hidden: Tensor, turn: Rotation, layout: Layout, wanted: Tensor | None) -> Tensor:
-        """The states after this layer, of the wanted tokens only where some are named."""
-        attended = self._attended(_norm(self.before, hidden), turn, layout)
-        if wanted is not None:
-            hidden, attended = hidden.index_select(0, wanted), attended.index_select(0, wanted)
-        hidden = hidden + _linear(self.out, attended)
-        normed = _norm(self.after, hidden)
-        if self.gate is not None:
-            return hidden + _gated_mlp(*self.gate, normed)
+    def __call__(
+        self, hidden: Tensor, rotary: Rotary, layout: AttentionLayout, logit_positions: Tensor | None
+    ) -> Tensor:
+        """Hidden states after this layer, of all tokens or of those at `logit_positions`."""
+        attended = self._attend(_norm(self.attention_norm, hidden), rotary, layout)
+        if logit_positions is not None:
+            hidden, attended = hidden.index_select(0, logit_positions), attended.index_select(0, logit_positions)
+        hidden = hidden + _linear(self.output_projection, attended)
+        normed = _norm(self.mlp_norm, hidden)
+        if self.gated_mlp is not None:
+            return hidden + _gated_mlp(*self.gated_mlp, normed)
         return hidden + self.mlp(normed[None])[0]
 
-    def _attended(self, normed: Tensor, turn: Rotation, layout: Layout) -> Tensor:
-        by_head = (*turn[0].shape[:2], -1, self.head_width)
-        query, key, value = [_linear(each, normed).view(by_head) for each in self.projections]
+    def _attend(self, normed: Tensor, rotary: Rotary, layout: AttentionLayout) -> Tensor:
+        by_head = (*rotary[0].shape[:2], -1, self.head_width)
+        query, key, value = [_linear(projection, normed).view(by_head) for projection in self.input_projections]
         if self.head_norms[0] is not None:
             query, key = _norm(self.head_norms[0], query), _norm(self.head_norms[1], key)
         query, key, value = (
-            apply_rotary(query, turn).transpose(1, 2),
-            apply_rotary(key, turn).transpose(1, 2),
+            apply_rotary(query, rotary).transpose(1, 2),
+            apply_rotary(key, rotary).transpose(1, 2),
             value.transpose(1, 2),
         )
-        seen, _ = layout_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
-        return seen.flatten(2).flatten(0, 1)
+        out, _ = layout_attention(self.attention, query, key, value, None, scaling=self.scale, layout=layout)
+        return out.flatten(2).flatten(0, 1)
 
 
 def llama_forward(base_model: Any) -> LlamaForward | None:
-    """The lean forward of a model that is built so; None for others. Whether it computes the same is still to check."""
+    """The shorter forward of a model with Llama's modules; None for other models.
+
+    Equal module names do not prove an equal computation: the caller compares the outputs.
+    """
     if _children(base_model) != _MODEL:
         return None
     if any(_has_hooks(module) for module in base_model.modules() if module is not base_model.embed_tokens):
@@ -181,7 +106,7 @@ def _is_llama_layer(layer: Any) -> bool:
     if _children(layer) != _LAYER or _children(layer.self_attn) not in (_ATTENTION, _ATTENTION | _HEAD_NORMS):
         return False
     head_norms = [getattr(layer.self_attn, name) for name in _HEAD_NORMS & _children(layer.self_attn)]
-    if any(norm.weight.shape != (layer.self_attn.head_dim,) for norm in head_norms):  # of all heads together
+    if any(norm.weight.shape != (layer.self_attn.head_dim,) for norm in head_norms):  # one norm over all heads
         return False
     norms = [layer.input_layernorm, layer.post_attention_layernorm, *head_norms]
     return all(hasattr(norm, "variance_epsilon") for norm in norms) and hasattr(layer.self_attn, "scaling")
@@ -192,23 +117,100 @@ def _children(module: Any) -> set[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Somebody counts on being called: where modules are not called, they would wait in vain."""
+    """Hooks run only when a module is called, which the shorter forward does not do."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _linear(module: Any, values: Tensor) -> Tensor:
-    """A plain linear layer without the calls around it; an adapter as it is."""
+    """A plain linear layer without `Module.__call__`; other modules (adapters) are called."""
     if type(module) is nn.Linear:
-        parts: Any = module._parameters  # by name they would be looked for in Python
-        return nn.functional.linear(values, parts["weight"], parts["bias"])
-    found: Tensor = module(values)
-    return found
+        parameters: Any = module._parameters  # attribute access would go through Module.__getattr__
+        return nn.functional.linear(values, parameters["weight"], parameters["bias"])
+    out: Tensor = module(values)
+    return out
 
 
 def _gated_mlp(gate: Any, activation: Any, up: Any, down: Any, values: Tensor) -> Tensor:
-    opened, raised = activation(_linear(gate, values)), _linear(up, values)
-    return _linear(down, opened * raised if torch.is_grad_enabled() else opened.mul_(raised))
+    gated, raised = activation(_linear(gate, values)), _linear(up, values)
+    return _linear(down, gated * raised if torch.is_grad_enabled() else gated.mul_(raised))
 
 
 def _norm(module: Any, values: Tensor) -> Tensor:
     return rms_norm(values, module._parameters["weight"], module.variance_epsilon)
+
+
+def rms_norm(values: Values, weight: Float[Tensor, " width"], epsilon: float) -> Values:
+    """Root mean square norm, computed in float32 as transformers does."""
+    if torch.is_grad_enabled():
+        normed: Tensor = _RMSNorm.apply(values, weight, epsilon)
+        return normed
+    if values.dtype == weight.dtype == torch.float32:
+        return torch.rms_norm(values, weight.shape, weight, epsilon)
+    return _scale_by_weight(values, _inverse_rms(values, epsilon), weight)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = w n with n = x r and r = 1 / sqrt(mean(x^2) + eps); dx = r (h - n mean(h n)) with h = w dy; dw = sum dy n."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        inverse_rms = _inverse_rms(values, epsilon)
+        ctx.save_for_backward(values, weight, inverse_rms)
+        return _scale_by_weight(values, inverse_rms, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        values, weight, inverse_rms = ctx.saved_tensors
+        exact = torch.promote_types(values.dtype, torch.float32)
+        grad, normed = grads[0].to(exact), values.to(exact) * inverse_rms
+        grad_normed = grad * weight
+        projection = torch.linalg.vecdot(grad_normed, normed).div_(values.shape[-1])[..., None]
+        grad_values = grad_normed.addcmul_(normed, projection, value=-1).mul_(inverse_rms).to(values.dtype)
+        grad_weight = (grad * normed).flatten(0, -2).sum(0).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_values, grad_weight, None
+
+
+def _inverse_rms(values: Values, epsilon: float) -> Tensor:
+    return values.to(torch.float32).pow(2).mean(-1, keepdim=True).add_(epsilon).rsqrt_()
+
+
+def _scale_by_weight(values: Values, inverse_rms: Tensor, weight: Tensor) -> Tensor:
+    return weight * (values.to(torch.float32) * inverse_rms).to(values.dtype)
+
+
+def rotary_tables(cos: Float[Tensor, "batch tokens width"], sin: Float[Tensor, "batch tokens width"]) -> Rotary:
+    """transformers' rotary embeddings in the form that `apply_rotary` takes, for all heads of all layers."""
+    first, second = sin.chunk(2, -1)
+    return cos[:, :, None], torch.cat((-first, second), -1)[:, :, None]
+
+
+def apply_rotary(values: Float[Tensor, "batch tokens heads width"], rotary: Rotary) -> Tensor:
+    """Rotate queries or keys by their positions."""
+    if torch.is_grad_enabled():
+        rotated: Tensor = _Rotary.apply(values, *rotary)
+        return rotated
+    return _rotate(values, *rotary)
+
+
+class _Rotary(torch.autograd.Function):
+    """y = x cos + swap(x) sin, where swap exchanges the halves; dx = dy cos + swap(dy sin)."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = values.dtype
+        return _rotate(values, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        return (grads[0] * cos).add_(_swap_halves(grads[0] * sin)).to(ctx.dtype), None, None
+
+
+def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return torch.addcmul(values * cos, _swap_halves(values), sin)
+
+
+def _swap_halves(values: Tensor) -> Tensor:
+    first, second = values.chunk(2, -1)
+    return torch.cat((second, first), -1)

@@ -1,4 +1,4 @@
-"""A language model as a policy: loaded, perhaps with an adapter, with a reference to compare with."""
+"""The language model that is sampled and trained: its weights, its LoRA adapter, its reference, its precision."""
 
 from __future__ import annotations
 
@@ -14,63 +14,72 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.chat.config import PolicyConfig
-from groupwise.workloads.chat.engine.attention import Layout
+from groupwise.workloads.chat.engine.attention import AttentionLayout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
 from groupwise.workloads.chat.engine.logprobs import OutputHead
 from groupwise.workloads.hub import load_from_hub, resolve_model
 
-__all__ = ["LanguageModelPolicy", "PolicyConfig", "load_policy", "make_policy"]
-
 
 class LanguageModelPolicy(nn.Module):
-    """A causal language model that is sampled and trained. Dropout is off for good: the ratio would not be 1."""
+    """A causal language model. Dropout is always off: otherwise the ratio would not be 1 before the first update."""
 
-    def __init__(self, model: Any, config: PolicyConfig, frozen_copy: Any = None):
+    def __init__(self, model: Any, config: PolicyConfig, reference_model: Any = None):
         super().__init__()
         self.model = model
         """The transformers model, inside PEFT's where there is an adapter."""
         self.config = config
-        self._reference = (frozen_copy,)  # in a tuple: it is no part of what is trained and saved
-        self._active = (self._causal_lm(),)
+        # In tuples, so that torch does not register them: the reference is neither trained nor saved.
+        self._reference_model = (reference_model,)
+        self._current_model = (model.get_base_model() if config.lora_rank is not None else model,)
         self._forwards: tuple[HiddenStatesFn, ...] = ()
-        """How to compute the policy, and its frozen copy, where they share prompts."""
-        self.why_plain = self._choose_path()
+        """The shared-prefix forward of the policy, and of its reference model if there is one."""
+        self.plain_reason = self._choose_forward()
         """Why prompts are not shared; None where they are."""
 
     @property
     def causal_lm(self) -> Any:
-        """The transformers model that computes now: the policy's, or the frozen copy within `reference()`."""
-        return self._active[0]
+        """The transformers model in use: the policy's, or the reference model within `reference()`."""
+        return self._current_model[0]
 
     @property
-    def shares_prompts(self) -> bool:
-        return self.why_plain is None
+    def reference_model(self) -> Any:
+        """The frozen copy that the KL term compares with; None where policy.reference is not 'copy'."""
+        return self._reference_model[0]
 
     @property
-    def head(self) -> OutputHead:
-        """The layer that turns hidden states into logits."""
-        layer, computed_in = self.causal_lm.get_output_embeddings(), getattr(torch, self.config.dtype)
-        return OutputHead(layer.weight, layer.bias, computed_in)
-
-    def hidden(self, ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """Hidden states before the head, [predicting tokens, width], of ids and positions [batch, tokens]."""
-        copied = self._active is self._reference
-        return self._forwards[copied](ids, positions, layout)
+    def shares_prefix(self) -> bool:
+        """Whether a prompt is computed once for all completions of it."""
+        return self.plain_reason is None
 
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
 
     @property
-    def longest(self) -> int | None:
-        """Tokens that a prompt and its completion may have together, by the model's own configuration."""
+    def max_positions(self) -> int | None:
+        """Most tokens of a prompt and its completion together, by the model's configuration."""
         config = self.causal_lm.config
         rope = getattr(config, "rope_parameters", None) or {}
         if rope.get("rope_type") == "longrope":
-            # Beyond it all positions are turned otherwise, those of earlier tokens too: what was sampled before would
-            # be scored differently.
+            # Beyond this length other rotary factors apply to all positions, earlier tokens included: tokens would be
+            # scored differently than they were sampled.
             return rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
         return getattr(config, "max_position_embeddings", None)
+
+    @property
+    def head(self) -> OutputHead:
+        """The layer that turns hidden states into logits."""
+        layer, dtype = self.causal_lm.get_output_embeddings(), getattr(torch, self.config.dtype)
+        return OutputHead(layer.weight, layer.bias, dtype)
+
+    def hidden(self, ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
+        """Hidden states before the head, [logit positions, width], of ids and position_ids [batch, tokens]."""
+        is_reference_model = self._current_model is self._reference_model
+        return self._forwards[is_reference_model](ids, position_ids, layout)
+
+    def forward(self, ids: Tensor, **kwargs: Any) -> Any:
+        """The whole model as transformers runs it, without shared prompts."""
+        return self.causal_lm(input_ids=ids, **kwargs)
 
     @property
     def has_reference(self) -> bool:
@@ -78,74 +87,66 @@ class LanguageModelPolicy(nn.Module):
 
     @contextmanager
     def reference(self) -> Iterator[None]:
-        """Within, the reference computes, without gradient."""
+        """Within it the reference computes, without gradient."""
         assert self.has_reference, "the policy has no reference"
         with torch.no_grad(), self.model.disable_adapter() if self.config.reference == "adapter" else nullcontext():
-            own, self._active = self._active, self._reference if self._reference[0] else self._active
+            policy_model = self._current_model
+            if self.reference_model is not None:
+                self._current_model = self._reference_model
             try:
                 yield
             finally:
-                self._active = own
+                self._current_model = policy_model
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Within, nothing is kept for a backward pass; tensors made here must not be trained on.
-
-        In inference mode autocast would not keep the weights it rounds, and round them all again for every token.
-        """
-        rounds = self.config.dtype == "bfloat16"
-        with torch.no_grad() if rounds else torch.inference_mode(), self.autocast():
-            self._keep_layer_inputs_only(False)
+        """Within it nothing is kept for a backward pass; tensors made here cannot be trained on."""
+        # In inference mode autocast does not cache cast weights: it would cast all of them again for every token.
+        caches_casts = self.config.dtype == "bfloat16"
+        with torch.no_grad() if caches_casts else torch.inference_mode(), self.autocast():
+            self._set_gradient_checkpointing(False)
             try:
                 yield
             finally:
-                self._keep_layer_inputs_only(self.config.gradient_checkpointing)
+                self._set_gradient_checkpointing(self.config.gradient_checkpointing)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Products in bfloat16, where the policy is to compute in it."""
+        """Matrix products in bfloat16, if that is the policy's dtype."""
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16")
 
     def train(self, mode: bool = True) -> LanguageModelPolicy:
-        """Training and sampling see the same function, so modules stay in evaluation mode always."""
+        """Modules always stay in evaluation mode: training and sampling compute the same function."""
         super().train(False)
-        self._keep_layer_inputs_only(self.config.gradient_checkpointing)
+        self._set_gradient_checkpointing(self.config.gradient_checkpointing)
         return self
 
-    def _keep_layer_inputs_only(self, on: bool) -> None:
-        """transformers checkpoints a layer that is in training mode; the parts within stay in evaluation mode."""
+    def _set_gradient_checkpointing(self, on: bool) -> None:
+        """transformers checkpoints a layer that is in training mode; its submodules stay in evaluation mode."""
         for module in self.model.modules():
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = on
 
-    def _choose_path(self) -> str | None:
-        if self.config.path == "plain":
-            return "it was asked for (policy.path is 'plain')"
-        for model in (self.causal_lm, *(each for each in self._reference if each is not None)):
+    def _choose_forward(self) -> str | None:
+        """Set up the shared-prefix forwards; where that is impossible, return the reason."""
+        if self.config.forward == "plain":
+            return "policy.forward is 'plain'"
+        for model in (self.causal_lm, *([self.reference_model] if self.reference_model is not None else [])):
             forward = shared_prefix_forward(model)
-            if isinstance(forward, str):
-                return self._take_plain(forward)
-            self._forwards = (*self._forwards, forward)
+            if not isinstance(forward, str):
+                self._forwards = (*self._forwards, forward)
+            elif self.config.forward == "shared_prefix":
+                raise UserError(
+                    f"policy.forward is 'shared_prefix', and {type(model).__name__} cannot share prompts: {forward}."
+                    " Set policy.forward to 'auto' to train it with the slower plain forward."
+                )
+            else:
+                return forward
         return None
-
-    def _take_plain(self, reason: str) -> str:
-        if self.config.path == "shared":
-            raise UserError(
-                f"policy.path is 'shared', and {type(self.causal_lm).__name__} cannot share prompts: {reason}. Set"
-                " policy.path to 'auto' to train it on the slower, plain path."
-            )
-        return reason
-
-    def _causal_lm(self) -> Any:
-        return self.model.get_base_model() if self.config.lora_rank is not None else self.model
-
-    def forward(self, ids: Tensor, **kwargs: Any) -> Any:
-        """The whole model as transformers runs it (the plain path)."""
-        return self.causal_lm(input_ids=ids, **kwargs)
 
 
 def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> LanguageModelPolicy:
-    """The model in a folder, or the one of that name on the hub, ready to be sampled and trained."""
-    source = _source(config.model)
+    """Load the model from a folder or the hub, ready to be sampled and trained."""
+    source = _resolve_source(config.model)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load_from_hub(
         source,
@@ -156,33 +157,33 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Lan
     if missing:
         raise UserError(
             f"policy.model {source!r} lacks {len(missing)} of its weights, {missing[0]} among them: they would be"
-            " random. Fetch all files of the model again."
+            " random. Download all files of the model again."
         )
     return make_policy(model.to(device), config)
 
 
 def make_policy(model: Any, config: PolicyConfig) -> LanguageModelPolicy:
-    """A policy of a transformers model that is in memory already; the model is changed (frozen, adapted)."""
+    """A policy around a transformers model that is already in memory. The model is changed: frozen, adapted."""
     model.eval()
     if config.dtype == "float64" and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped matrix products have no float64
     if config.gradient_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    frozen_copy = copy.deepcopy(model).requires_grad_(False) if config.reference == "copy" else None
+    reference_model = copy.deepcopy(model).requires_grad_(False) if config.reference == "copy" else None
     if config.lora_rank is not None:
-        model = _with_adapter(model.requires_grad_(False), config)
-    policy = LanguageModelPolicy(model, config, frozen_copy)
+        model = _add_lora(model.requires_grad_(False), config)
+    policy = LanguageModelPolicy(model, config, reference_model)
     policy.train()
     return policy
 
 
 def _weight_dtype(config: PolicyConfig) -> torch.dtype:
-    """Weights that are trained are not kept in bfloat16: small updates would be rounded away."""
-    trained_in_full = config.lora_rank is None
-    return torch.float32 if config.dtype == "bfloat16" and trained_in_full else getattr(torch, config.dtype)
+    """Trained weights are not stored in bfloat16: it would round small updates away."""
+    trains_all_weights = config.lora_rank is None
+    return torch.float32 if config.dtype == "bfloat16" and trains_all_weights else getattr(torch, config.dtype)
 
 
-def _with_adapter(model: Any, config: PolicyConfig) -> Any:
+def _add_lora(model: Any, config: PolicyConfig) -> Any:
     from peft import LoraConfig, get_peft_model
 
     targets: Any = list(config.lora_targets) or "all-linear"
@@ -193,14 +194,14 @@ def _with_adapter(model: Any, config: PolicyConfig) -> Any:
         torch.manual_seed(config.lora_seed)
         try:
             return get_peft_model(model, settings)
-        except ValueError as fault:
+        except ValueError as error:
             raise UserError(
-                f"policy.lora_targets is {config.lora_targets}: PEFT says {' '.join(str(fault).split())[:300]} Name"
+                f"policy.lora_targets is {config.lora_targets}: PEFT says {' '.join(str(error).split())[:300]} Name"
                 " linear layers of the model, or leave it empty for all of them."
-            ) from fault
+            ) from error
 
 
-def _source(name: str) -> str:
+def _resolve_source(name: str) -> str:
     if not name:
         raise UserError("policy.model is empty: name a folder made by save_pretrained(), or a model on the hub.")
     return resolve_model(

@@ -1,6 +1,4 @@
-"""Log-probabilities of completions under the present weights, with gradient.
-Which rows of a step go through the model together: whole groups, so that a prompt is computed once.
-"""
+"""Log-probs of completions under the current weights, with gradient; and which rows of a step share a pass."""
 
 from __future__ import annotations
 
@@ -12,19 +10,19 @@ from torch import Tensor
 
 from groupwise.core.errors import require
 from groupwise.core.types import Scores
+from groupwise.workloads.chat.config import SamplingParams
 from groupwise.workloads.chat.engine.logprobs import token_logprobs
-from groupwise.workloads.chat.engine.packing import pack_batch
+from groupwise.workloads.chat.engine.packing import TokenIds, pack_batch
 from groupwise.workloads.chat.engine.plain import score_plain
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
-from groupwise.workloads.chat.engine.sampler import Completion, SamplingParams, pad_rows
+from groupwise.workloads.chat.engine.sampler import Completion, pad_rows
 
-Prompts = Sequence[Sequence[int]]
-TokensOfRows = tuple[list[Tensor], list[Tensor]]
+TensorsByRow = list[Tensor]
 
 
 def score(
     policy: LanguageModelPolicy,
-    prompts: Prompts,
+    prompts: Sequence[TokenIds],
     prompt_of_row: Sequence[int],
     completions: Sequence[Completion],
     sampling: SamplingParams,
@@ -32,75 +30,85 @@ def score(
     width: int | None = None,
     reference: bool = False,
 ) -> Scores:
-    """Tables of [rows, longest completion, or `width` if that is wider], 0 where a row has no token; on the CPU.
+    """Tables [rows, tokens] on the CPU, as wide as the longest completion or `width`; 0 where a row has no token.
 
-    `sampling` is that of the rollout: a token is scored in the distribution it was drawn from. `reference` asks for the
-    reference's log-probabilities too (policy.reference must not be 'none'). One call is one pass;
-    `split_into_passes` says which rows to put into it.
+    `sampling` is that of the rollout: a token is scored in the distribution it was sampled from. `reference` adds the
+    log-probs under the reference policy (policy.reference must not be 'none'). One call is one pass;
+    `split_into_passes` decides which rows it gets.
     """
     assert len(prompt_of_row) == len(completions), "a prompt for every row"
     require(sampling.temperature > 0, "sampling.temperature", sampling.temperature, "above 0 in training")
     logps, entropies = _score(policy, prompts, prompt_of_row, completions, sampling)
-    under_reference = None
+    reference_logp = None
     if reference:
         require(policy.has_reference, "policy.reference", policy.config.reference, "'adapter' or 'copy' for a KL term")
         with policy.reference():
-            under_reference = pad_rows(_score(policy, prompts, prompt_of_row, completions, sampling)[0], width)
-    return Scores(pad_rows(logps, width), pad_rows(entropies, width), under_reference)
+            reference_logp = pad_rows(_score(policy, prompts, prompt_of_row, completions, sampling)[0], width)
+    return Scores(pad_rows(logps, width), pad_rows(entropies, width), reference_logp)
 
 
 def _score(
     policy: LanguageModelPolicy,
-    prompts: Prompts,
+    prompts: Sequence[TokenIds],
     prompt_of_row: Sequence[int],
     completions: Sequence[Completion],
     sampling: SamplingParams,
-) -> TokensOfRows:
+) -> tuple[TensorsByRow, TensorsByRow]:
+    """Log-probs and entropies of every row."""
     with policy.autocast():
-        if policy.shares_prompts:
+        if policy.shares_prefix:
             logps, entropies = _score_shared(policy, prompts, prompt_of_row, completions, sampling)
         else:
-            of_rows = [prompts[nth] for nth in prompt_of_row]
-            logps, entropies = score_plain(policy, of_rows, completions, sampling)
+            row_prompts = [prompts[prompt] for prompt in prompt_of_row]
+            logps, entropies = score_plain(policy, row_prompts, completions, sampling)
     return [row.cpu() for row in logps], [row.cpu() for row in entropies]
 
 
 def _score_shared(
     policy: LanguageModelPolicy,
-    prompts: Prompts,
+    prompts: Sequence[TokenIds],
     prompt_of_row: Sequence[int],
     completions: Sequence[Completion],
     sampling: SamplingParams,
-) -> TokensOfRows:
-    """Each prompt once, its completions after it; a completion's last token predicts nothing and stays out."""
-    members: dict[int, list[int]] = {}
-    for row, prompt in enumerate(prompt_of_row):
-        members.setdefault(prompt, []).append(row)
-    rows = [row for group in members.values() for row in group]
-    inputs = [[completions[row].ids[:-1] for row in group] for group in members.values()]
-    packed = pack_batch([prompts[prompt] for prompt in members], inputs, policy.device)
-    hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)
-    lengths = [len(completions[row]) for row in rows]
-    counts = [completions[row].kept for row in rows]
+) -> tuple[TensorsByRow, TensorsByRow]:
+    """Each prompt once, then its completions without their last tokens, whose logits nobody needs."""
+    groups = _rows_by_prompt(prompt_of_row)
+    inputs = [[completions[row].ids[:-1] for row in rows] for rows in groups.values()]
+    packed = pack_batch([prompts[prompt] for prompt in groups], inputs, policy.device)
+    hidden = policy.hidden(packed.ids[None], packed.position_ids[None], packed)
+
+    packed_rows = [row for rows in groups.values() for row in rows]
+    lengths = [len(completions[row]) for row in packed_rows]
+    logit_index = _logit_index_of_tokens([len(rows) for rows in groups.values()], lengths)
     logps, entropies = token_logprobs(
         policy.head,
-        hidden[_logit_index_of_tokens([len(group) for group in members.values()], lengths).to(policy.device)],
-        torch.tensor([token for row in rows for token in completions[row].ids], device=policy.device),
-        torch.cat([count for count in counts if count is not None]).to(policy.device) if sampling.truncates else None,
+        hidden[logit_index.to(policy.device)],
+        torch.tensor([token for row in packed_rows for token in completions[row].ids], device=policy.device),
+        _candidate_counts([completions[row] for row in packed_rows], policy.device)
+        if sampling.filters_tokens
+        else None,
         sampling.temperature,
     )
-    order = sorted(range(len(rows)), key=rows.__getitem__)
-    by_row = [list(column.split(lengths)) for column in (logps, entropies)]
-    return [by_row[0][nth] for nth in order], [by_row[1][nth] for nth in order]
+    order = sorted(range(len(packed_rows)), key=packed_rows.__getitem__)
+    logps_by_row, entropies_by_row = logps.split(lengths), entropies.split(lengths)
+    return [logps_by_row[index] for index in order], [entropies_by_row[index] for index in order]
+
+
+def _candidate_counts(completions: Sequence[Completion], device: torch.device) -> Int64[Tensor, " tokens"]:
+    counts = [completion.num_candidates for completion in completions]
+    return torch.cat([count for count in counts if count is not None]).to(device)
 
 
 def _logit_index_of_tokens(members: Sequence[int], lengths: Sequence[int]) -> Int64[Tensor, " tokens"]:
-    """Which of `PackedBatch.predicting` predicts each token of each completion: its prompt's, then the token before."""
+    """Which of `PackedBatch.logit_positions` predicts each token of each completion.
+
+    The first token: its prompt's last one. Others: the token before. members: completions of each prompt.
+    """
     sizes = torch.tensor(lengths)
     row_of_token = torch.arange(len(lengths)).repeat_interleave(sizes)
-    before = len(members) + torch.arange(len(row_of_token)) - row_of_token - 1  # each completion lacks its last token
-    before[sizes.cumsum(0) - sizes] = torch.arange(len(members)).repeat_interleave(torch.tensor(members))
-    return before
+    index = len(members) + torch.arange(len(row_of_token)) - row_of_token - 1  # no completion has its last token there
+    index[sizes.cumsum(0) - sizes] = torch.arange(len(members)).repeat_interleave(torch.tensor(members))
+    return index
 
 
 def split_into_passes(
@@ -111,32 +119,37 @@ def split_into_passes(
     rows_per_pass: int,
     tokens_per_pass: int | None = None,
 ) -> list[Tensor]:
-    """Numbers of rows, pass after pass: every row once, at most `rows_per_pass` of them together.
+    """Row indices of each pass: every row once, at most `rows_per_pass` rows in a pass.
 
-    prompt_tokens: of each row's prompt; completion_tokens: of each row. With `tokens_per_pass`, a pass has at most so
-    many tokens, a prompt counted once; a single row with more is a pass of its own. A group that fits into one pass is
-    not cut. How rows are cut does not change the gradient.
+    prompt_tokens: length of each row's prompt; completion_tokens: length of each row's completion. With
+    `tokens_per_pass` a pass has at most so many tokens, each prompt counted once; a single row with more is a pass
+    alone. A group that fits into one pass is not split, so that its prompt is computed once.
     """
+    max_tokens = tokens_per_pass if tokens_per_pass is not None else sum(prompt_tokens) + sum(completion_tokens)
+    passes: list[list[int]] = []
+    rows_left = tokens_left = 0  # in the last pass
+    for rows in _rows_by_prompt(prompt_of_row).values():
+        prompt = prompt_tokens[rows[0]]
+        group_tokens = prompt + sum(completion_tokens[row] for row in rows)
+        fits_one_pass = len(rows) <= rows_per_pass and group_tokens <= max_tokens
+        if fits_one_pass and (len(rows) > rows_left or group_tokens > tokens_left):
+            rows_left = 0
+        has_prompt = False  # whether the last pass counts this prompt already
+        for row in rows:
+            needed = completion_tokens[row] + (0 if has_prompt else prompt)
+            if rows_left < 1 or needed > tokens_left:
+                passes.append([])
+                rows_left, tokens_left = rows_per_pass, max_tokens
+                needed = completion_tokens[row] + prompt
+            passes[-1].append(row)
+            has_prompt = True
+            rows_left, tokens_left = rows_left - 1, tokens_left - needed
+    return [torch.tensor(rows) for rows in passes]
+
+
+def _rows_by_prompt(prompt_of_row: Sequence[int]) -> dict[int, list[int]]:
+    """The rows of each prompt, in the order in which prompts first occur."""
     groups: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompt_of_row):
         groups.setdefault(prompt, []).append(row)
-    budget = tokens_per_pass if tokens_per_pass is not None else sum(prompt_tokens) + sum(completion_tokens)
-    cuts: list[list[int]] = []
-    room_rows, room_tokens = 0, 0
-    for rows in groups.values():
-        prompt = prompt_tokens[rows[0]]
-        whole = prompt + sum(completion_tokens[row] for row in rows)
-        alone = len(rows) <= rows_per_pass and whole <= budget
-        begun = False  # whether the open pass holds this prompt
-        if alone and (len(rows) > room_rows or whole > room_tokens):
-            room_rows = 0
-        for row in rows:
-            need = completion_tokens[row] + (0 if begun else prompt)
-            if room_rows < 1 or need > room_tokens:
-                cuts.append([])
-                room_rows, room_tokens = rows_per_pass, budget
-                need = completion_tokens[row] + prompt
-            cuts[-1].append(row)
-            begun = True
-            room_rows, room_tokens = room_rows - 1, room_tokens - need
-    return [torch.tensor(rows) for rows in cuts]
+    return groups

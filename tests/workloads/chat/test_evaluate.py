@@ -1,4 +1,4 @@
-"""pass@k: by hand, as a property, and against counting every subset."""
+"""pass@k: by hand, as a property, and against counting all subsets."""
 
 from itertools import combinations
 from math import isclose
@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.chat.evaluate import mean_pass_at, pass_at, powers_up_to
+from groupwise.workloads.chat.evaluate import mean_pass_at, pass_at
 
 
-def test_by_hand():
+def test_pass_at_by_hand():
     # 4 samples, 1 passed: of the 6 pairs, 3 hold it
     assert pass_at(2, samples=4, passed=1) == 0.5
     assert pass_at(1, samples=4, passed=1) == 0.25
@@ -22,28 +22,30 @@ def test_by_hand():
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
-def test_is_the_share_of_subsets_that_hold_a_passed_one(case):
+def test_pass_at_is_the_fraction_of_subsets_with_a_passed_sample(case):
     samples, passed, k = case
     subsets = list(combinations(range(samples), k))
-    share = sum(any(number < passed for number in subset) for subset in subsets) / len(subsets)
-    assert isclose(pass_at(k, samples=samples, passed=passed), share, abs_tol=1e-12)
+    fraction = sum(any(number < passed for number in subset) for subset in subsets) / len(subsets)
+    assert isclose(pass_at(k, samples=samples, passed=passed), fraction, abs_tol=1e-12)
 
 
 @given(st.integers(1, 40).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
-def test_rises_with_k_and_is_the_share_passed_at_1(case):
+def test_pass_at_rises_with_k_and_is_the_passed_fraction_at_1(case):
     samples, passed = case
     values = [pass_at(k, samples=samples, passed=passed) for k in range(1, samples + 1)]
     assert values == sorted(values)
     assert isclose(values[0], passed / samples)
 
 
-def test_has_no_bias_where_the_plain_estimate_has():
-    """Samples that pass with chance p: the mean over draws is 1 - (1 - p)^k."""
-    chance, samples, k = 0.2, 8, 4
-    drawn = (torch.rand(4000, samples, generator=torch.Generator().manual_seed(0)) < chance).sum(1).tolist()
-    truth = 1 - (1 - chance) ** k
-    mean, error = mean_pass_at(k, samples=samples, passed=drawn)
-    plain = sum(1 - (1 - passed / samples) ** k for passed in drawn) / len(drawn)
+def test_pass_at_has_no_bias_where_the_plain_estimate_has():
+    """Samples that pass with probability p: the mean is 1 - (1 - p)^k."""
+    probability, samples, k = 0.2, 8, 4
+    passed_counts = (
+        (torch.rand(4000, samples, generator=torch.Generator().manual_seed(0)) < probability).sum(1).tolist()
+    )
+    truth = 1 - (1 - probability) ** k
+    mean, error = mean_pass_at(k, samples=samples, passed=passed_counts)
+    plain = sum(1 - (1 - passed / samples) ** k for passed in passed_counts) / len(passed_counts)
     assert abs(mean - truth) < 4 * error
     assert plain < truth - 4 * error
 
@@ -51,9 +53,3 @@ def test_has_no_bias_where_the_plain_estimate_has():
 def test_k_beyond_the_samples_is_refused():
     with pytest.raises(UserError, match="k of pass@k is 5: it must be from 1 to the 4 samples"):
         pass_at(5, samples=4, passed=1)
-
-
-def test_which_k_are_shown():
-    assert powers_up_to(16) == [1, 2, 4, 8, 16]
-    assert powers_up_to(6) == [1, 2, 4, 6]
-    assert powers_up_to(1) == [1]

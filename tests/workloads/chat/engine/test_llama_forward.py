@@ -1,4 +1,4 @@
-"""The lean forward: which models take it, and that it computes what they compute themselves."""
+"""The shorter forward of Llama-like models: who gets it, and that it computes what the model does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from tiny.llama import FAMILIES, llama, qwen3, qwen3_moe
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,7 +21,6 @@ from groupwise.workloads.chat.engine.llama_forward import (
 )
 from groupwise.workloads.chat.engine.packing import pack_batch
 from groupwise.workloads.chat.engine.policy import make_policy
-from workloads.chat.models import FAMILIES, llama, qwen3, qwen3_moe
 
 
 def forward_of(policy):
@@ -28,21 +28,21 @@ def forward_of(policy):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_models_of_llamas_build_take_it_and_others_compute_as_before(family):
-    policy = make_policy(FAMILIES[family](), PolicyConfig(path="shared"))
+def test_llama_like_models_get_it_and_others_keep_their_own(family):
+    policy = make_policy(FAMILIES[family](), PolicyConfig(forward="shared_prefix"))
     assert forward_of(policy) is (LlamaForward if family in ("llama", "qwen3", "qwen3_moe") else StockForward)
 
 
-def test_adapters_and_gradient_checkpointing_take_it_too():
+def test_models_with_adapters_and_gradient_checkpointing_get_it_too():
     policy = make_policy(llama(), PolicyConfig(lora_rank=2, reference="adapter", gradient_checkpointing=True))
     assert forward_of(policy) is LlamaForward
     copied = make_policy(llama(), PolicyConfig(reference="copy"))
-    assert [type(each) for each in copied._forwards] == [LlamaForward, LlamaForward]
+    assert [type(forward) for forward in copied._forwards] == [LlamaForward, LlamaForward]
     assert copied._forwards[0].model is not copied._forwards[1].model
 
 
-def test_a_model_that_only_looks_like_llama_computes_as_before():
-    """Scaled outputs (as in Granite) under Llama's names: the comparison finds out."""
+def test_a_model_with_llamas_module_names_but_another_computation_keeps_its_own():
+    """Scaled outputs (as in Granite) under Llama's names: the comparison detects it."""
     model = llama()
 
     class Doubled(type(model.model.layers[0].mlp)):
@@ -52,18 +52,18 @@ def test_a_model_that_only_looks_like_llama_computes_as_before():
     for layer in model.model.layers:
         layer.mlp.__class__ = Doubled
     assert llama_forward(model.model) is not None
-    policy = make_policy(model, PolicyConfig(path="shared"))
+    policy = make_policy(model, PolicyConfig(forward="shared_prefix"))
     assert forward_of(policy) is StockForward
 
 
 def test_hooks_are_still_called():
-    model, heard = llama(), []
-    model.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
-    policy = make_policy(model, PolicyConfig(path="shared"))
-    heard.clear()
+    model, calls = llama(), []
+    model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    policy = make_policy(model, PolicyConfig(forward="shared_prefix"))
+    calls.clear()
     packed = pack_batch([[3, 4]], [[[5]]], policy.device)
-    policy.hidden(packed.ids[None], packed.positions[None], packed)
-    assert heard == [1]
+    policy.hidden(packed.ids[None], packed.position_ids[None], packed)
+    assert calls == [1]
 
 
 def test_a_copy_of_a_policy_computes_with_its_own_weights():
@@ -73,29 +73,29 @@ def test_a_copy_of_a_policy_computes_with_its_own_weights():
     with torch.no_grad():
         for weight in twin.parameters():
             weight.zero_()
-    asked = packed.ids[None], packed.positions[None], packed
-    assert policy.hidden(*asked).abs().max() > 0
-    assert twin.hidden(*asked).abs().max() == 0
+    inputs = packed.ids[None], packed.position_ids[None], packed
+    assert policy.hidden(*inputs).abs().max() > 0
+    assert twin.hidden(*inputs).abs().max() == 0
 
 
 @pytest.mark.parametrize("make", [llama, qwen3, qwen3_moe])
 def test_hidden_states_and_gradients_are_those_of_the_models_own_forward(make):
     policy = make_policy(make(), PolicyConfig())
     packed = pack_batch([[3, 4, 5], [6, 7]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
-    asked = packed.ids[None], packed.positions[None], packed
-    found = []
+    inputs = packed.ids[None], packed.position_ids[None], packed
+    results = []
     for forward in (LlamaForward(policy.causal_lm.base_model), StockForward(policy.causal_lm.base_model)):
         policy.zero_grad()
-        hidden = forward(*asked)
+        hidden = forward(*inputs)
         (hidden * torch.linspace(-1, 1, hidden.numel()).view_as(hidden)).sum().backward()
         grads = [weight.grad.flatten() for weight in policy.parameters() if weight.grad is not None]
         with torch.inference_mode():
-            found.append((hidden.detach(), forward(*asked).clone(), torch.cat(grads)))
-    for lean, own in zip(*found, strict=True):
-        assert (lean - own).norm() <= 1e-5 * own.norm()
+            results.append((hidden.detach(), forward(*inputs).clone(), torch.cat(grads)))
+    for shorter, own in zip(*results, strict=True):
+        assert (shorter - own).norm() <= 1e-5 * own.norm()
 
 
-def test_a_norm_by_hand():
+def test_rms_norm_by_hand():
     # mean of squares of (1, 7) is 25: x / 5 times the weight
     values, weight = torch.tensor([[1.0, 7.0]]), torch.tensor([10.0, 1.0])
     for enabled in (True, False):
@@ -103,13 +103,13 @@ def test_a_norm_by_hand():
             assert_close(rms_norm(values, weight, 0.0), torch.tensor([[2.0, 1.4]]))
 
 
-def test_a_quarter_turn_by_hand():
+def test_rotary_by_a_quarter_turn_by_hand():
     # cos 0, sin 1: the second half becomes the first with a minus, and the first the second
-    turn = rotary_tables(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
-    assert apply_rotary(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), turn).tolist() == [[[[-3.0, -4.0, 1.0, 2.0]]]]
+    rotary = rotary_tables(torch.zeros(1, 1, 4), torch.ones(1, 1, 4))
+    assert apply_rotary(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), rotary).tolist() == [[[[-3.0, -4.0, 1.0, 2.0]]]]
 
 
-def test_the_pieces_have_the_gradients_that_autograd_finds():
+def test_hand_written_gradients_are_those_of_autograd():
     torch.manual_seed(0)
     values, weight = torch.randn(2, 3, 2, 8, requires_grad=True), torch.randn(8, requires_grad=True)
     cos, sin = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
@@ -119,8 +119,8 @@ def test_the_pieces_have_the_gradients_that_autograd_finds():
 
     def by_autograd():
         normed = weight * values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + 1e-6)
-        turned = torch.cat((-normed[..., 4:], normed[..., :4]), -1)
-        return normed * cos[:, :, None] + turned * sin[:, :, None]
+        swapped = torch.cat((-normed[..., 4:], normed[..., :4]), -1)
+        return normed * cos[:, :, None] + swapped * sin[:, :, None]
 
     mix = torch.randn(2, 3, 2, 8)
     for one, other in zip(
@@ -129,8 +129,8 @@ def test_the_pieces_have_the_gradients_that_autograd_finds():
         assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_in_the_last_layer_only_tokens_that_predict_go_on_after_attention():
-    """Its output and the three products of its feed-forward part; everything before them sees every token."""
+def test_in_the_last_layer_only_tokens_whose_logits_are_needed_go_on_after_attention():
+    """Its output projection and the three products of its MLP; everything before them gets every token."""
     policy = make_policy(llama(), PolicyConfig())
     packed = pack_batch([[3, 4, 5, 6, 7], [6, 7, 8]], [[[1, 2], [7]], [[8, 9, 1]]], policy.device)
     rows = []
@@ -142,7 +142,7 @@ def test_in_the_last_layer_only_tokens_that_predict_go_on_after_attention():
             return operator(*args, **(kwargs or {}))
 
     with torch.no_grad(), Products():
-        hidden = policy.hidden(packed.ids[None], packed.positions[None], packed)
-    everyone, predicting = 8 + 6, 2 + 6
-    assert rows == [everyone] * 7 + [everyone] * 3 + [predicting] * 4
-    assert len(hidden) == predicting
+        hidden = policy.hidden(packed.ids[None], packed.position_ids[None], packed)
+    all_tokens, needed = 8 + 6, 2 + 6
+    assert rows == [all_tokens] * 7 + [all_tokens] * 3 + [needed] * 4
+    assert len(hidden) == needed

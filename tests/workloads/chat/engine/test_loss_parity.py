@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from tiny.llama import llama, ragged_prompts, rows_for
 
 import groupwise as gw
 from groupwise.training.update import StepTotals, loss_of_pass
@@ -18,9 +19,8 @@ from groupwise.workloads.chat.engine.plain import score_plain
 from groupwise.workloads.chat.engine.policy import make_policy
 from groupwise.workloads.chat.engine.sampler import completion_mask, pad_rows
 from groupwise.workloads.chat.engine.score import score
-from workloads.chat.models import llama, ragged_prompts, rows_for
 
-SAMPLING = SamplingParams(max_new_tokens=12, stop_ids=tuple(range(5, 25)))
+SAMPLING = SamplingParams(max_new_tokens=12, stop_token_ids=tuple(range(5, 25)))
 PROMPTS, ROWS = ragged_prompts(2), rows_for(2, 3)
 OF = ROWS.condition.tolist()
 ADVANTAGES = [1.3, -0.4, -0.9, 0.2, 1.1, -1.3]
@@ -51,16 +51,16 @@ def documented(kind: str, new: list[list[float]], old: list[list[float]], refere
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_the_loss_is_the_documented_one(kind):
-    policy = make_policy(llama(), PolicyConfig(path="shared"))
-    plain = make_policy(llama(), PolicyConfig(path="plain"))
+    policy = make_policy(llama(), PolicyConfig(forward="shared_prefix"))
+    plain = make_policy(llama(), PolicyConfig(forward="plain"))
     completions = generate(policy, PROMPTS, OF, ROWS, SAMPLING)
-    lengths = [len(each) for each in completions]
+    lengths = [len(completion) for completion in completions]
     assert len(set(lengths)) > 2
     with torch.no_grad():
-        now, _ = score_plain(plain, [PROMPTS[nth] for nth in OF], completions, SAMPLING)
+        now, _ = score_plain(plain, [PROMPTS[prompt] for prompt in OF], completions, SAMPLING)
     noise = torch.randn(2, 6, max(lengths), generator=torch.Generator().manual_seed(0)) * 0.3
-    old = [row + noise[0, nth, : len(row)] for nth, row in enumerate(now)]
-    reference = [row + noise[1, nth, : len(row)] for nth, row in enumerate(now)]
+    old = [logp + noise[0, row, : len(logp)] for row, logp in enumerate(now)]
+    reference = [logp + noise[1, row, : len(logp)] for row, logp in enumerate(now)]
     scored = score(policy, PROMPTS, OF, completions, SAMPLING)
     scored = gw.Scores(scored.logp, reference_logp=pad_rows(reference))
     rollouts = gw.Rollouts(torch.tensor(OF), pad_rows(old), completion_mask(completions))

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.chat import chat_config, recipe
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,7 +14,6 @@ from groupwise.training.checkpoint import newest_valid_checkpoint, restore
 from groupwise.training.run import set_up
 from groupwise.workloads.chat.build import export
 from groupwise.workloads.chat.config import PolicyConfig
-from workloads.chat.tiny import chat_config, recipe
 
 
 @pytest.mark.parametrize(("lora_rank", "ema_decay"), [(None, None), (2, None), (None, 0.5)])
