@@ -1,16 +1,16 @@
-"""What the flow workload's shortcuts bring, and what wrong grouping costs, on the embedded model.
+"""The trained window and correct groups, compared with the usual loop, on the embedded model.
 
-    window    the recipe: two neighbouring steps are drawn and trained, members share what comes before
-    all       every step but the last is drawn and trained
-    usual     the loop as it is usually written (bench/flow_usual.py): every step, stored twice, encodings recomputed,
-              rewards normalized by prompt
-    regrouped the usual loop with rewards normalized by condition: what of its result is due to its groups
-    global    the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
+    window     the recipe: two neighboring steps are sampled and trained, members share the steps before them
+    all        every step but the last is sampled and trained
+    usual      the loop as it is usually written (bench/flow_usual.py): every step, stored twice, conditions encoded
+               again, rewards normalized by prompt
+    regrouped  the usual loop with rewards normalized by condition: the part of its result that is due to its groups
+    global     the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
 
-Runs of one seed take turns step by step, so that a slow spell of the machine meets all of them alike. Seconds are of
-the process's own CPU time. Below the comparison: how far rewards of one group lie apart, and those of a whole step.
+Runs of one seed are interleaved step by step, so a slowdown of the machine affects all of them equally. Seconds are the
+process's CPU time. Below the comparison: the standard deviation of rewards within a group and within a step.
 
-python bench/flow.py --steps 40 --seeds 3
+    python bench/flow.py --steps 40 --seeds 3
 """
 
 from __future__ import annotations
@@ -37,143 +37,142 @@ from groupwise.workloads.flow.sampling.schedule import WindowConfig
 from groupwise.workloads.flow.workload import FlowWorkload
 
 _CONSOLE = Console(soft_wrap=True, highlight=False, width=150)
-KINDS = ("window", "all", "usual", "regrouped", "global")
+METHODS = ("window", "all", "usual", "regrouped", "global")
 
 
 @dataclass
 class Run:
-    """One method on one seed, a step at a time."""
+    """One method with one seed, step by step."""
 
     setup: Setup
     take_step: Callable[[], None]
-    stored: Callable[[], int]
+    stored_bytes: Callable[[], int]
     seconds: float = 0.0
     before: float = 0.0
     after: float = 0.0
     spreads: list[tuple[float, float]] = field(default_factory=list)
-    """Of each step's rewards: the mean over groups of their standard deviation, and that of all of them."""
+    """Standard deviations of each step's rewards: within a group (mean over groups), and within the step."""
 
     def held_out(self) -> float:
         with torch.no_grad():
             return self.setup.workload.evaluate()["held-out reward"]
 
 
-def main(steps: int = 40, seeds: int = 3, kinds: tuple[str, ...] = KINDS) -> None:
-    """Print a line a run, and the comparison.
+def main(steps: int = 40, seeds: int = 3, methods: tuple[str, ...] = METHODS) -> None:
+    """Print one line per run, then the comparison.
 
     Args:
-        steps: Of each run.
+        steps: Training steps of each run.
         seeds: Runs of each method.
-        kinds: Which methods to run.
+        methods: Which methods to run.
     """
-    found: dict[str, list[Run]] = {kind: [] for kind in kinds}
+    finished: dict[str, list[Run]] = {method: [] for method in methods}
     for seed in range(seeds):
-        runs = {kind: _run(kind, steps, seed) for kind in kinds}
+        runs = {method: _run(method, steps, seed) for method in methods}
         for run in runs.values():
             run.before = run.held_out()
         for _ in range(steps):
             for run in runs.values():
-                begun = time.process_time()
+                started = time.process_time()
                 run.take_step()
-                run.seconds += time.process_time() - begun
-        for kind, run in runs.items():
+                run.seconds += time.process_time() - started
+        for method, run in runs.items():
             run.after = run.held_out()
-            found[kind].append(run)
+            finished[method].append(run)
             _CONSOLE.print(
-                f"{kind}, seed {seed}: held-out reward {run.before:.4f} -> {run.after:.4f}, {run.seconds / steps:.2f} s"
-                f" a step, {run.stored() / 2**20:.2f} MiB of trajectories"
+                f"{method}, seed {seed}: held-out reward {run.before:.4f} -> {run.after:.4f},"
+                f" {run.seconds / steps:.2f} s per step, {run.stored_bytes() / 2**20:.2f} MiB of trajectories"
             )
-    _summary(found, steps)
+    _print_summary(finished, steps)
 
 
-def _run(kind: str, steps: int, seed: int) -> Run:
+def _run(method: str, steps: int, seed: int) -> Run:
     config = load_recipe("flow")
     sampling = config.workload.sampling  # type: ignore[attr-defined]
-    if kind in ("all", "usual", "regrouped"):
+    if method in ("all", "usual", "regrouped"):
         sampling = replace(sampling, window=WindowConfig("all"))
     config = replace(config, workload=replace(config.workload, sampling=sampling), steps=steps, seed=seed)
     setup = set_up(config)
-    if kind in ("usual", "regrouped"):
-        usual = UsualLoop(setup, by_prompt=kind == "usual")
+    if method in ("usual", "regrouped"):
+        usual = UsualLoop(setup, by_prompt=method == "usual")
         epochs = iter(range(steps))
         return Run(setup, lambda: _ignore(usual.epoch(next(epochs))), lambda: usual.stored_bytes)
-    kept = _remember_bytes(setup)
+    stored = _record_stored_bytes(setup)
     training = loop.training_steps(setup.workload, state=setup.state, shape=setup.shape, config=config, comm=setup.comm)
     spreads: list[tuple[float, float]] = []
-    comparing = _comparing(spreads, one_group=kind == "global")
-    return Run(setup, lambda: _next(training, comparing), lambda: kept[-1], spreads=spreads)
+    compute = _compute_and_record(spreads, one_group=method == "global")
+    return Run(setup, lambda: _next(training, compute), lambda: stored[-1], spreads=spreads)
 
 
-def _next(training: Iterator[loop.StepResult], comparing: Callable[..., Advantages]) -> None:
-    """A step whose rollouts are compared in this way."""
-    loop.compute_advantages = comparing  # type: ignore[attr-defined]
+def _next(training: Iterator[loop.StepResult], compute: Callable[..., Advantages]) -> None:
+    """A step with these advantages."""
+    loop.compute_advantages = compute  # type: ignore[attr-defined]
     next(training)
     loop.compute_advantages = compute_advantages  # type: ignore[attr-defined]
 
 
-def _comparing(spreads: list[tuple[float, float]], *, one_group: bool) -> Callable[..., Advantages]:
-    """Group by group, or with all rollouts in one; notes how far rewards lie apart."""
+def _compute_and_record(spreads: list[tuple[float, float]], *, one_group: bool) -> Callable[..., Advantages]:
+    """Advantages by group, or with all rollouts in one group; records the spread of the rewards."""
 
-    def heard(rewards: Rewards, group_ids: torch.Tensor, config: AdvantageConfig | None = None) -> Advantages:
-        groups = [rewards.total[group_ids == each] for each in group_ids.unique()]
+    def compute(rewards: Rewards, group_ids: torch.Tensor, config: AdvantageConfig | None = None) -> Advantages:
+        groups = [rewards.total[group_ids == group_id] for group_id in group_ids.unique()]
         within = statistics.mean(group.std(correction=0).item() for group in groups)
         spreads.append((within, rewards.total.std(correction=0).item()))
         return compute_advantages(rewards, torch.zeros_like(group_ids) if one_group else group_ids, config)
 
-    return heard
+    return compute
 
 
-def _remember_bytes(setup: Setup) -> list[int]:
-    """Listens to rollouts for the size of what they keep."""
-    kept: list[int] = []
+def _record_stored_bytes(setup: Setup) -> list[int]:
+    """A list that gets the bytes of every rollout's latents."""
+    stored: list[int] = []
     assert isinstance(setup.workload, FlowWorkload)
     rollout = setup.workload.rollout
 
-    def listening(rows: object) -> Rollouts:
+    def recording(rows: object) -> Rollouts:
         rollouts = rollout(rows)  # type: ignore[arg-type]
-        kept.append(rollouts.data["path"].nbytes + rollouts.data["latents"].nbytes)
+        stored.append(rollouts.data["window_latents"].nbytes + rollouts.data["latents"].nbytes)
         return rollouts
 
-    setup.workload.rollout = listening  # type: ignore[method-assign]
-    return kept
+    setup.workload.rollout = recording  # type: ignore[method-assign]
+    return stored
 
 
 def _ignore(_: float) -> None:
     return None
 
 
-def _summary(found: dict[str, list[Run]], steps: int) -> None:
+def _print_summary(finished: dict[str, list[Run]], steps: int) -> None:
     table = Table(title=f"{steps} steps, mean over seeds (lowest to highest)", title_justify="left")
     for name in (
         "method",
         "held-out before",
         "after",
         "gain",
-        "CPU s a step",
-        "MiB kept",
-        "time of window's",
-        "memory of window's",
+        "CPU s per step",
+        "MiB stored",
+        "time / window",
+        "memory / window",
     ):
         table.add_column(name, justify="left" if name == "method" else "right")
-    base = found.get("window")
-    for kind, runs in found.items():
+    base = finished.get("window")
+    for method, runs in finished.items():
         gains = [run.after - run.before for run in runs]
         seconds = statistics.mean(run.seconds / steps for run in runs)
-        cells = [kind, f"{statistics.mean(run.before for run in runs):.4f}"]
+        cells = [method, f"{statistics.mean(run.before for run in runs):.4f}"]
         cells.append(f"{statistics.mean(run.after for run in runs):.4f}")
         cells.append(f"{statistics.mean(gains):+.4f} ({min(gains):+.4f} to {max(gains):+.4f})")
-        cells += [f"{seconds:.2f}", f"{runs[0].stored() / 2**20:.2f}"]
+        cells += [f"{seconds:.2f}", f"{runs[0].stored_bytes() / 2**20:.2f}"]
         if base:
             cells.append(f"{seconds / statistics.mean(run.seconds / steps for run in base):.2f} x")
-            cells.append(f"{runs[0].stored() / base[0].stored():.2f} x")
+            cells.append(f"{runs[0].stored_bytes() / base[0].stored_bytes():.2f} x")
         table.add_row(*cells)
     _CONSOLE.print(table)
     if base:
-        within, everyone = (
-            statistics.mean(each) for each in zip(*(s for run in base for s in run.spreads), strict=True)
-        )
+        spreads = zip(*(spread for run in base for spread in run.spreads), strict=True)
+        within_group, within_step = (statistics.mean(values) for values in spreads)
         _CONSOLE.print(
-            f"Rewards of one group lie {within:.4f} apart (standard deviation), those of a step {everyone:.4f}."
+            f"Standard deviation of rewards: {within_group:.4f} within a group, {within_step:.4f} within a step."
         )
 
 

@@ -74,9 +74,7 @@ def save_tiny_sd3(folder: Path) -> Path:
 
 def tiny_sd3(folder: Path, **settings: Any) -> Sd3Config:
     """The config of `flow-sd3` for a folder with such a pipeline and prompts.jsonl."""
-    sampling = SamplingConfig(
-        num_inference_steps=3, guidance_scale=3.0, window=WindowConfig("sliding", 1.0, size=1)
-    )
+    sampling = SamplingConfig(num_inference_steps=3, guidance_scale=3.0, window=WindowConfig("sliding", 1.0, size=1))
     defaults = {"pipeline": folder / "pipeline", "data": folder / "prompts.jsonl", "train": LORA, "reference": True}
     sizes = {"height": 16, "width": 16, "dtype": "float32"}
     return Sd3Config(sampling, rewards=("warmth=workloads.flow.small:warmth",), **{**defaults, **sizes, **settings})

@@ -61,7 +61,7 @@ def save_tiny_wan(folder: Path) -> Path:
     return folder
 
 
-def tiny_recam(pipeline: Path, data: Path, **settings: Any) -> RecamConfig:
+def tiny_recam(folder: Path, conditions: Path, **settings: Any) -> RecamConfig:
     """The config of `flow-recam` for such a folder."""
     sampling = SamplingConfig(
         num_inference_steps=3,
@@ -69,7 +69,12 @@ def tiny_recam(pipeline: Path, data: Path, **settings: Any) -> RecamConfig:
         latent_dtype="bfloat16",
         window=WindowConfig("sliding", 1.0, size=1),
     )
-    defaults = {"pipeline": pipeline, "data": data, "rewards": ("warmth=workloads.flow.small:warmth",), "train": LORA}
+    defaults = {
+        "pipeline": folder,
+        "data": conditions,
+        "rewards": ("warmth=workloads.flow.small:warmth",),
+        "train": LORA,
+    }
     sizes = {"frames": 5, "height": 16, "width": 16, "dtype": "float32"}
     return RecamConfig(sampling, **{"reference": True, **defaults, **sizes, **settings})
 

@@ -10,9 +10,7 @@ from groupwise.workloads.flow.tasks.plane.config import WEIGHTS, PlaneConfig
 
 def recipe() -> Config:
     return Config(
-        PlaneConfig(
-            SamplingConfig(num_inference_steps=6, eta=0.7, window=WindowConfig("sliding", share=0.67, size=2))
-        ),
+        PlaneConfig(SamplingConfig(num_inference_steps=6, eta=0.7, window=WindowConfig("sliding", share=0.67, size=2))),
         steps=60,
         conditions_per_step=8,
         group_size=8,

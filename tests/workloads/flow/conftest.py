@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
-
-from groupwise.workloads.flow.cameras import motion_to_pose
 from tiny.sd3 import save_tiny_sd3
 from tiny.wan import save_noise_clip, save_tiny_wan
+
+from groupwise.workloads.flow.cameras import motion_to_pose
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Runs under torchrun: seed 001's arithmetic on as many ranks as there are, for every placement; rank 0 writes it down.
+"""Runs under torchrun: flow-recam's step on as many ranks as there are, for every placement; rank 0 saves the result.
 
 torchrun ... ranks.py OUTPUT.pt
 """
@@ -59,8 +59,8 @@ def outcome(placement: str) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    found = {placement: outcome(placement) for placement in PLACEMENTS}
+    outcomes = {placement: outcome(placement) for placement in PLACEMENTS}
     if connect().is_main:
-        torch.save(found, sys.argv[1])
+        torch.save(outcomes, sys.argv[1])
     disconnect()
     exit_now()

@@ -7,16 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tiny.wan import tiny_camera_transformer
 from torch import Tensor
 
 import groupwise as gw
 from groupwise.rewards.call import RewardFunction
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
+from groupwise.workloads.flow.sampling.steppers import Transition
 from groupwise.workloads.flow.task import FlowTask
 from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from groupwise.workloads.flow.tasks.plane.task import plane_conditions
-from tiny.wan import tiny_camera_transformer
 
 CPU = torch.device("cpu")
 
@@ -38,6 +39,12 @@ def slowly(reward: RewardFunction, seconds: float) -> RewardFunction:
         return reward(*arguments, **columns)
 
     return slow_reward
+
+
+def residual_chi2(following: Tensor, transition: Transition) -> Tensor:
+    """Mean squared standardized residual: near 1 where the latents were sampled from this very transition."""
+    std = transition.std.view(-1, *[1] * (following.ndim - 1))
+    return (((following - transition.mean) / std) ** 2).flatten(1).mean(1)
 
 
 @dataclass(frozen=True)

@@ -62,14 +62,15 @@ def test_another_world_frame_is_the_same_path(motions, elsewhere):
 
 
 @pytest.mark.parametrize(
-    ("camera", "said"),
+    ("camera", "message"),
     [
         (torch.zeros(5, 3, 4), r"shape \[5, 3, 4\]: it must be \[frames, 12\]"),
         (motion_to_pose(torch.zeros(4, 6)), "has 4 poses for 5 frames"),
         (motion_to_pose(torch.zeros(5, 6)).index_fill(0, torch.tensor([3]), math.nan), "holds nan in frame 3"),
-        (2 * motion_to_pose(torch.zeros(5, 6)), "no rigid motion in frame 0"),
+        (2 * motion_to_pose(torch.zeros(5, 6)), "is not a rigid motion in frame 0"),
+        (motion_to_pose(torch.zeros(5, 6)).index_fill(0, torch.tensor([3]), 0), "is not a rigid motion in frame 3"),
     ],
 )
-def test_paths_that_are_none_are_refused(camera, said):
-    with pytest.raises(gw.UserError, match=said):
+def test_invalid_camera_paths_are_refused(camera, message):
+    with pytest.raises(gw.UserError, match=message):
         check_camera_path(camera, 5, "clip 7")

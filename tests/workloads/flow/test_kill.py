@@ -1,4 +1,4 @@
-"""Kill -9 of a flow run, in the judge and while a checkpoint is written: resumed, it is the run that was not killed."""
+"""Kill -9 of a flow run, in a reward and while a checkpoint is written: resumed, it is the run that was not killed."""
 
 import time
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Memory that runs out while clips are decoded or judged changes the cut, not the result."""
+"""An out-of-memory error while clips are decoded or rewarded changes the batch size, not the result."""
 
 from dataclasses import dataclass, replace
 
@@ -13,35 +13,35 @@ from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from workloads.flow.small import SmallConfig, recipe
 
 
-def short_of_memory(rows: int, most: int) -> None:
-    if rows > most:
-        raise torch.OutOfMemoryError(f"CUDA out of memory. {rows} clips are {rows - most} too many.")
+def limit_memory(rows: int, max_rows: int) -> None:
+    if rows > max_rows:
+        raise torch.OutOfMemoryError(f"CUDA out of memory. {rows} clips are {rows - max_rows} too many.")
 
 
 class LargeDecoder(PlaneModel):
-    """Its decoder has room for so many clips."""
+    """Its decoder has memory for two clips."""
 
-    most = 2
+    max_rows = 2
 
     def decode(self, latents):
-        short_of_memory(len(latents), self.most)
+        limit_memory(len(latents), self.max_rows)
         return super().decode(latents)
 
 
 @dataclass(frozen=True)
 class LargeConfig(SmallConfig):
-    judged: int = 1000
-    """Clips that the judge has room for."""
+    max_rewarded: int = 1000
+    """Clips that the reward has memory for."""
 
     def task(self, device):
         task = super().task(device)
         warmth = task.rewards["warmth"]
 
-        def large_judge(prompts, completions, **columns):
-            short_of_memory(len(completions), self.judged)
+        def large_reward(prompts, completions, **columns):
+            limit_memory(len(completions), self.max_rewarded)
             return warmth(prompts, completions, **columns)
 
-        rewards = {**task.rewards, "warmth": large_judge}
+        rewards = {**task.rewards, "warmth": large_reward}
         return replace(task, model=LargeDecoder(task.model.policy), rewards=rewards, held_out=[])
 
 
@@ -54,32 +54,32 @@ def run_of(folder, workload):
 
 
 @pytest.fixture(scope="module")
-def plenty(tmp_path_factory):
-    return run_of(tmp_path_factory.mktemp("plenty"), SmallConfig(reference=True))
+def unlimited(tmp_path_factory):
+    return run_of(tmp_path_factory.mktemp("unlimited"), SmallConfig(reference=True))
 
 
 @pytest.mark.parametrize("step_rewards", [False, True])
-def test_fewer_clips_are_decoded_at_a_time(tmp_path, plenty, step_rewards):
+def test_fewer_clips_are_decoded_at_a_time(tmp_path, unlimited, step_rewards):
     metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=8, step_rewards=step_rewards))
     assert [entry["out_of_memory"] for entry in metrics] == [2, 0]
     assert [entry["rows_per_reward_pass"] for entry in metrics] == [2, 2]
     assert {entry["rows_per_pass"] for entry in metrics} == {4}
     assert "reward_rows" not in metrics[0]
     if not step_rewards:
-        assert [entry["reward"] for entry in metrics] == pytest.approx([entry["reward"] for entry in plenty[0]])
+        assert [entry["reward"] for entry in metrics] == pytest.approx([entry["reward"] for entry in unlimited[0]])
         for name, weight in weights.items():
-            assert_close(weight, plenty[1][name], rtol=0, atol=1e-5)
+            assert_close(weight, unlimited[1][name], rtol=0, atol=1e-5)
 
 
-def test_then_fewer_groups_are_judged_at_a_time(tmp_path, plenty):
-    metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=2, judged=4))
+def test_then_fewer_groups_are_rewarded_at_a_time(tmp_path, unlimited):
+    metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=2, max_rewarded=4))
     # 2 -> 1 in vain, then 16 -> 8 -> 4: one group
     assert [entry["out_of_memory"] for entry in metrics] == [3, 0]
     assert [(entry["rows_per_reward_pass"], entry["reward_rows"]) for entry in metrics] == [(1, 4)] * 2
     for name, weight in weights.items():
-        assert_close(weight, plenty[1][name], rtol=0, atol=1e-5)
+        assert_close(weight, unlimited[1][name], rtol=0, atol=1e-5)
 
 
-def test_a_judge_that_never_has_room_stops_the_run_with_advice(tmp_path):
+def test_a_reward_that_never_fits_stops_the_run_with_advice(tmp_path):
     with pytest.raises(gw.UserError, match="Out of memory in reward with reward_rows 1, and there are no smaller"):
-        run_of(tmp_path, LargeConfig(judged=0))
+        run_of(tmp_path, LargeConfig(max_rewarded=0))

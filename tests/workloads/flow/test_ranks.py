@@ -1,4 +1,4 @@
-"""Seed 001's numbers on 8 real ranks: 8 conditions x 4 members = 32 rollouts = 8 ranks x 2 passes x 2 rows."""
+"""flow-recam's numbers on 8 real ranks: 8 conditions x 4 members = 32 rollouts = 8 ranks x 2 passes x 2 rows."""
 
 from pathlib import Path
 
@@ -26,15 +26,15 @@ def one():
 @pytest.mark.timeout(450)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_eight_ranks_do_what_one_does(eight, one, placement):
-    found = eight[placement]
-    assert found["shape"] == (32, 2, 8)
-    ids, advantages = found["ids"].view(8, 4), found["advantages"].view(8, 4)
+    result = eight[placement]
+    assert result["shape"] == (32, 2, 8)
+    ids, advantages = result["ids"].view(8, 4), result["advantages"].view(8, 4)
     assert (ids == ids[:, :1]).all()  # each condition's four members
     assert len(ids[:, 0].unique()) == 8
     assert_close(advantages.mean(1), torch.zeros(8, dtype=torch.float64), rtol=0, atol=1e-9)
-    assert (found["everyone"] == found["advantages"]).all()  # identical on every rank
-    assert (found["all weights"] == found["weights"]).all()
-    assert torch.equal(found["ids"], one["ids"])
-    assert_close(found["latents"], one["latents"], rtol=0, atol=1e-5)
-    assert_close(found["rewards"], one["rewards"], rtol=0, atol=1e-6)
-    assert_close(found["weights"], one["weights"], rtol=0, atol=2e-5)
+    assert (result["everyone"] == result["advantages"]).all()  # identical on every rank
+    assert (result["all weights"] == result["weights"]).all()
+    assert torch.equal(result["ids"], one["ids"])
+    assert_close(result["latents"], one["latents"], rtol=0, atol=1e-5)
+    assert_close(result["rewards"], one["rewards"], rtol=0, atol=1e-6)
+    assert_close(result["weights"], one["weights"], rtol=0, atol=2e-5)

@@ -137,9 +137,7 @@ class FlowWorkload(Workload):
 
     def velocity(self, conditioning: ConditioningCache, conditions: Tensor) -> GuidedVelocity:
         """The policy's velocity for these conditions, one row for each."""
-        return GuidedVelocity(
-            self.model, conditioning.of(conditions, self.device), self.config.sampling.guidance_scale
-        )
+        return GuidedVelocity(self.model, conditioning.of(conditions, self.device), self.config.sampling.guidance_scale)
 
     def decode(self, latents: Tensor) -> Tensor:
         return torch.cat([self.model.decode(part) for part in latents.split(self.stage_rows["reward"])])

@@ -1,4 +1,4 @@
-"""Which steps are drawn and trained."""
+"""Which steps are sampled and trained."""
 
 import pytest
 from hypothesis import given
@@ -9,52 +9,56 @@ from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowCon
 
 
 def windows(steps, count, **window):
-    config = SamplingConfig(steps=steps, window=WindowConfig(**window))
+    config = SamplingConfig(num_inference_steps=steps, window=WindowConfig(**window))
     return [list(window_at(config, step)) for step in range(count)]
 
 
 def test_windows_by_hand():
     assert windows(5, 2, kind="all") == [[0, 1, 2, 3]] * 2
     assert windows(10, 1, kind="first", share=0.3) == [[0, 1, 2]]
-    assert windows(8, 5, kind="moving", share=0.5, size=2) == [[0, 1], [1, 2], [2, 3], [0, 1], [1, 2]]
-    assert windows(8, 4, kind="moving", share=0.5, size=1, every=2) == [[0], [0], [1], [1]]
+    assert windows(8, 5, kind="sliding", share=0.5, size=2) == [[0, 1], [1, 2], [2, 3], [0, 1], [1, 2]]
+    assert windows(8, 4, kind="sliding", share=0.5, size=1, every=2) == [[0], [0], [1], [1]]
 
 
 def test_levels_by_hand():
-    assert noise_levels(SamplingConfig(steps=4)) == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert noise_levels(SamplingConfig(num_inference_steps=4)) == [1.0, 0.75, 0.5, 0.25, 0.0]
     # 3 x .5 / (1 + 2 x .5) = .75
-    assert noise_levels(SamplingConfig(steps=2, shift=3.0, window=WindowConfig("all"))) == [1.0, 0.75, 0.0]
+    assert noise_levels(SamplingConfig(num_inference_steps=2, shift=3.0, window=WindowConfig("all"))) == [
+        1.0,
+        0.75,
+        0.0,
+    ]
 
 
 @given(
     st.integers(2, 40),
-    st.sampled_from(["all", "first", "moving"]),
+    st.sampled_from(["all", "first", "sliding"]),
     st.floats(0.1, 1.0),
     st.integers(1, 2),
     st.integers(0, 99),
 )
 def test_a_window_is_within_the_steps_and_never_holds_the_last(steps, kind, share, size, step):
     try:
-        config = SamplingConfig(steps=steps, window=WindowConfig(kind, share=share, size=size))
+        config = SamplingConfig(num_inference_steps=steps, window=WindowConfig(kind, share=share, size=size))
     except gw.UserError:
         return
     window = window_at(config, step)
     assert len(window) >= 1
     assert window.start >= 0
     assert window.stop <= steps - 1
-    assert kind != "moving" or len(window) <= size
+    assert kind != "sliding" or len(window) <= size
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
-        ({"steps": 1}, "the last step is never trained"),
+        ({"num_inference_steps": 1}, "the last step is never trained"),
         ({"eta": 0.0}, "nothing to compare"),
         ({"stepper": "cps", "eta": 1.0}, "below 1 for cps"),
-        ({"steps": 3, "window": WindowConfig("moving", size=3)}, "window.size is 3"),
-        ({"steps": 4, "window": WindowConfig("first", share=0.05)}, "large enough for one step"),
+        ({"num_inference_steps": 3, "window": WindowConfig("sliding", size=3)}, "window.size is 3"),
+        ({"num_inference_steps": 4, "window": WindowConfig("first", share=0.05)}, "large enough for one step"),
     ],
 )
-def test_what_cannot_be_sampled_is_refused(settings, said):
-    with pytest.raises(gw.UserError, match=said):
+def test_what_cannot_be_sampled_is_refused(settings, message):
+    with pytest.raises(gw.UserError, match=message):
         SamplingConfig(**settings)

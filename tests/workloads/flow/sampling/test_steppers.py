@@ -17,19 +17,19 @@ from groupwise.workloads.flow.sampling.steppers import (
     dance_sde,
     flow_sde,
     ode,
-    residual_chi2,
     sample_transition,
     transition_kl,
     transition_logprob,
 )
+from workloads.flow.small import residual_chi2
 
 ETA = {"ode": 0.0, "flow_sde": 0.7, "dance_sde": 0.3, "cps": 0.8}
 NOISY = ("flow_sde", "dance_sde", "cps")
 
 
-def span(sigma, sigma_next, eta, rows=1, second=0.9):
+def interval(sigma, sigma_next, eta, rows=1, after_first=0.9):
     levels = torch.ones(rows, dtype=torch.float64)
-    return NoiseInterval(sigma * levels, sigma_next * levels, eta, second)
+    return NoiseInterval(sigma * levels, sigma_next * levels, eta, after_first)
 
 
 def one(number):
@@ -38,23 +38,23 @@ def one(number):
 
 def test_numbers_by_hand():
     # sigma .5 -> .4, x 1, velocity 2
-    assert ode(one(1.0), one(2.0), span(0.5, 0.4, 0.0)).mean.item() == pytest.approx(0.8)
+    assert ode(one(1.0), one(2.0), interval(0.5, 0.4, 0.0)).mean.item() == pytest.approx(0.8)
     # s = .7 sqrt(.5/.5) = .7: mean = 1 (1 - .49 .1 / 1) + 2 (1 + .49 .5 / 1) (-.1) = .951 - .249
-    flow = flow_sde(one(1.0), one(2.0), span(0.5, 0.4, 0.7))
+    flow = flow_sde(one(1.0), one(2.0), interval(0.5, 0.4, 0.7))
     assert flow.mean.item() == pytest.approx(0.702)
     assert flow.std.item() == pytest.approx(0.7 * math.sqrt(0.1))
     # s = .3: mean = 1 (1 - .09 .1) + 2 (1 + .09 .5) (-.1) = .991 - .209
-    dance = dance_sde(one(1.0), one(2.0), span(0.5, 0.4, 0.3))
+    dance = dance_sde(one(1.0), one(2.0), interval(0.5, 0.4, 0.3))
     assert dance.mean.item() == pytest.approx(0.782)
     assert dance.std.item() == pytest.approx(0.3 * math.sqrt(0.1))
     # clean = 1 - .5 2 = 0, noise = 1 + .5 2 = 2; eta 1/3: mean = .6 0 + .4 cos(30 deg) 2, std = .4 sin(30 deg)
-    kept = cps(one(1.0), one(2.0), span(0.5, 0.4, 1 / 3))
+    kept = cps(one(1.0), one(2.0), interval(0.5, 0.4, 1 / 3))
     assert kept.mean.item() == pytest.approx(0.8 * math.cos(math.pi / 6))
     assert kept.std.item() == pytest.approx(0.2)
 
 
 def test_at_full_noise_the_second_level_stands_in_the_denominator():
-    first = flow_sde(one(1.0), one(0.0), span(1.0, 0.9, 0.7, second=0.9))
+    first = flow_sde(one(1.0), one(0.0), interval(1.0, 0.9, 0.7, after_first=0.9))
     assert first.std.item() == pytest.approx(0.7 * math.sqrt(1 / 0.1) * math.sqrt(0.1))
 
 
@@ -69,24 +69,24 @@ def test_the_marginal_with_an_exact_velocity(name, std):
     """100 steps, the last one deterministic. CPS does not keep the spread; the others do, to their step size."""
     source = torch.Generator().manual_seed(1)
     x = torch.randn(40_000, 1, dtype=torch.float64, generator=source)
-    for nth in range(100):
-        stepper = STEPPERS[name] if nth < 99 else ode
-        step = span(1 - nth / 100, 1 - (nth + 1) / 100, ETA[name], rows=len(x), second=0.99)
-        transition = stepper(x, exact_velocity(x, 1 - nth / 100), step)
+    for index in range(100):
+        stepper = STEPPERS[name] if index < 99 else ode
+        step = interval(1 - index / 100, 1 - (index + 1) / 100, ETA[name], rows=len(x), after_first=0.99)
+        transition = stepper(x, exact_velocity(x, 1 - index / 100), step)
         x = sample_transition(transition, torch.randn(x.shape, dtype=torch.float64, generator=source))
     assert x.mean().item() == pytest.approx(2.0, abs=0.012)
     assert x.std().item() == pytest.approx(std, abs=0.006)
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_residuals_of_what_was_drawn_are_standard_and_of_an_ode_path_are_not(name):
+def test_residuals_of_samples_are_standard_and_of_an_ode_path_are_not(name):
     source = torch.Generator().manual_seed(2)
     x, velocity, noise = (torch.randn(4, 30_000, generator=source) for _ in range(3))
     levels = torch.full((4,), 0.6)
     step = NoiseInterval(levels, levels - 0.1, ETA[name], 0.9)
     transition = STEPPERS[name](x, velocity, step)
     assert residual_chi2(sample_transition(transition, noise), transition) == pytest.approx(torch.ones(4), abs=0.03)
-    # the same path without noise, scored as if it had been drawn: far too little surprise
+    # the same path without noise, scored as if it had been sampled: the residuals are far too small
     assert (residual_chi2(ode(x, velocity, step).mean, transition) < 0.8).all()
 
 
@@ -94,7 +94,7 @@ def test_residuals_of_what_was_drawn_are_standard_and_of_an_ode_path_are_not(nam
 def test_log_probabilities_and_divergence_are_those_of_gaussians(sigma, share, name, seed):
     source = torch.Generator().manual_seed(seed)
     x, velocity, other, noise = (torch.randn(3, 5, dtype=torch.float64, generator=source) for _ in range(4))
-    step = span(sigma, sigma * share, ETA[name], rows=3)
+    step = interval(sigma, sigma * share, ETA[name], rows=3)
     transition, reference = (STEPPERS[name](x, v, step) for v in (velocity, other))
     following = sample_transition(transition, noise)
     ours, theirs = (Normal(each.mean, each.std[:, None].expand(3, 5)) for each in (transition, reference))
@@ -112,7 +112,7 @@ def test_divergence_by_hand_holds_dt_and_has_a_gradient():
     assert_close(mean.grad, torch.full((1, 4), 0.1 / (0.49 * 0.1) / 4))
 
 
-def test_no_gradient_flows_through_what_was_drawn():
+def test_no_gradient_flows_through_the_sample():
     mean = torch.zeros(1, 3, requires_grad=True)
     transition = Transition(mean, torch.ones(1))
     transition_logprob(mean + 1.0, transition).sum().backward()

@@ -21,7 +21,7 @@ POSE_DIM = 12
 
 
 class RotaryAndPoses(NamedTuple):
-    """The `rotary_emb` argument of a block, which it passes on to its self-attention unchanged: poses travel with it."""
+    """A block's `rotary_emb` argument, which it passes to its self-attention unchanged: the poses travel with it."""
 
     cosines: Tensor
     sines: Tensor
@@ -29,7 +29,7 @@ class RotaryAndPoses(NamedTuple):
 
 
 class CameraAttention(nn.Module):
-    """An attention processor with the two camera layers of its block. They stay in float32, because they are trained."""
+    """An attention processor with the two camera layers of its block. They stay in float32: they are trained."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -105,5 +105,7 @@ def _unpatchify(transformer: WanTransformer3DModel, patches: Tensor, shape: torc
     """Tokens back into frames."""
     rows, _, frames, height, width = shape
     _, patch_height, patch_width = transformer.config.patch_size
-    patches = patches.reshape(rows, frames, height // patch_height, width // patch_width, 1, patch_height, patch_width, -1)
+    patches = patches.reshape(
+        rows, frames, height // patch_height, width // patch_width, 1, patch_height, patch_width, -1
+    )
     return patches.permute(0, 7, 1, 4, 2, 5, 3, 6).flatten(6, 7).flatten(4, 5).flatten(2, 3)

@@ -112,8 +112,8 @@ def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:
     mismatched = sorted(weights.keys() ^ saved.keys())
     if mismatched:
         raise UserError(
-            f"{path} does not hold the camera layers of this transformer: '{mismatched[0]}' is missing on one side. Save"
-            " them by the names of groupwise.workloads.flow.models.camera_layers.camera_weights."
+            f"{path} does not hold the camera layers of this transformer: '{mismatched[0]}' is missing on one side."
+            " Save them by the names of groupwise.workloads.flow.models.camera_layers.camera_weights."
         )
     with torch.no_grad():
         for name, weight in weights.items():

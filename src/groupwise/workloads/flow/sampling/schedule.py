@@ -16,7 +16,7 @@ class WindowConfig:
     """`all`: every step but the last. `first`: the first `share` of the steps. `sliding`: a few neighboring steps that
     change from training step to training step (Flow-GRPO-Fast, MixGRPO)."""
     share: float = 0.5
-    """`first`: the share of the steps that is trained. `sliding`: the share of the steps that the window slides over."""
+    """`first`: the share of the steps that is trained. `sliding`: the share that the window slides over."""
     size: int = 2
     """`sliding`: steps in the window, usually 1 or 2."""
     every: int = 1

@@ -65,8 +65,8 @@ def dance_sde(x: Latents, velocity: Latents, interval: NoiseInterval) -> Transit
 def cps(x: Latents, velocity: Latents, interval: NoiseInterval) -> Transition:
     """Coefficients-preserving sampling (Wang and Yu, arXiv 2509.05952): std = sigma_next sin(eta pi / 2).
 
-    The noise after a step is partly the predicted noise and partly new. Even with an exact velocity the samples' standard
-    deviation is below that of the data.
+    The noise after a step is partly the predicted noise and partly new. Even with an exact velocity the samples'
+    standard deviation is below that of the data.
     """
     clean, noise = x - _broadcast(interval.sigma, x) * velocity, x + _broadcast(1 - interval.sigma, x) * velocity
     kept_noise = interval.sigma_next * math.cos(interval.eta * math.pi / 2)

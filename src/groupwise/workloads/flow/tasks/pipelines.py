@@ -97,8 +97,8 @@ class RecamConfig(PipelineConfig):
     """Wan with camera layers: a source clip shown along another camera path."""
 
     frames: int = 81
-    """Frames of the generated clips. The VAE makes (frames - 1) / 4 + 1 latent frames of them; a camera path has one pose
-    for each of those."""
+    """Frames of the generated clips. The VAE makes (frames - 1) / 4 + 1 latent frames of them; a camera path has one
+    pose for each of those."""
     height: int = 480
     """Height of the generated clips, in pixels."""
     width: int = 832

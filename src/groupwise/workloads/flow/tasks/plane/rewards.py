@@ -87,7 +87,7 @@ def estimate_camera(scenes: Scenes, clip: Float[Tensor, "clips colors frames sid
 
 
 def _register(scenes: Scenes, frame: Tensor, motion: Tensor) -> Tensor:
-    """The motion that explains the frame best, by Gauss-Newton from `motion`; steps that raise the cost are rejected."""
+    """The motion that explains the frame best, by Gauss-Newton; steps that raise the cost are rejected."""
     cost = _cost(scenes, frame, motion)
     damping = torch.full_like(cost, _INITIAL_DAMPING)
     for _ in range(_ITERATIONS):

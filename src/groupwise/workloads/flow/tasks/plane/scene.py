@@ -1,4 +1,4 @@
-"""The embedded scene: a textured plane at distance 1, a pinhole camera on a path over it, and prompts that set the light.
+"""The embedded scene: a textured plane at distance 1, camera paths over it, and prompts that set the light.
 
 The texture is one wave in each of three colors, in directions 60 degrees apart; scenes differ in the waves' phases. A
 pixel shows the texture where its ray meets the plane, in closed form: nothing is sampled or interpolated.

@@ -1,0 +1,36 @@
+"""Held-out clips come from noise that is always the same."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from groupwise.workloads.flow.evaluate import evaluate_held_out, generate_held_out
+from groupwise.workloads.flow.workload import FlowWorkload
+from workloads.flow.small import CPU, SmallConfig, steadiness, warmth
+
+
+def workload_of(config=None, **task):
+    config = config or SmallConfig()
+    return FlowWorkload(replace(config.task(CPU), **task), config, CPU)
+
+
+def test_a_clip_depends_on_its_condition_and_the_seed_only():
+    clips = generate_held_out(workload_of(), torch.arange(4))
+    split = generate_held_out(workload_of(SmallConfig(eval_rows_per_pass=1)), torch.tensor([3, 1]))
+    assert_close(split, clips[[3, 1]], rtol=0, atol=1e-5)
+    assert not torch.allclose(generate_held_out(workload_of(SmallConfig(eval_seed=1)), torch.arange(4)), clips)
+
+
+def test_metrics_by_hand():
+    workload = workload_of(weights={"warmth": 2.0}, eval_metrics={"red": lambda prompts, completions, **_: [7.0] * 4})
+    clips, cameras = list(generate_held_out(workload, torch.arange(4))), [c.camera for c in workload.task.held_out]
+    means = [sum(values) / 4 for values in (warmth([], clips), steadiness([], clips, cameras))]
+    metrics = {"held-out reward": 2 * means[0], "held-out warmth": means[0], "held-out steadiness": means[1]}
+    assert evaluate_held_out(workload) == pytest.approx({**metrics, "held-out red": 7.0}, abs=1e-6)
+
+
+def test_without_weights_terms_stand_alone_and_without_held_out_conditions_there_is_nothing():
+    assert set(evaluate_held_out(workload_of(weights={}))) == {"held-out warmth", "held-out steadiness"}
+    assert evaluate_held_out(workload_of(held_out=[])) == {}
