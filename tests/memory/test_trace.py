@@ -236,9 +236,8 @@ def test_finished_clips_are_not_counted_on_the_device():
 def test_a_controllers_network_and_its_frozen_model_are_counted_exactly():
     from groupwise.recipes import load_recipe
     from groupwise.workloads.controller.policy.network import ControllerNetwork
-    from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+    from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options
     from groupwise.workloads.controller.tasks.mosaic.scene import CROPS, TOKENS_PER_CROP
-    from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
 
     memory: ControllerMemory = load_recipe("controller").workload.memory_model()
     assert memory.crops == {tier.value: 1 + count for tier, count in CROPS.items()}

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 Unit = Literal["fraction", "ms"]
 BudgetScope = Literal["answer", "first_token"]
 LARGEST_FRACTION = 4.0
+BUDGET_DIM, STAGE_ONE_DIM, STAGE_TWO_DIM, NUM_FREQUENCIES = 256, 256, 128, 16
+"""Widths of the controller network: the encoded budget, its two stages, and the sinusoids of a budget."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from groupwise.workloads.controller.memory import ControllerMemory
-from groupwise.workloads.controller.model.adapters import Sample, adapter_for
+from groupwise.workloads.controller.model.adapters import Sample, adapter_for, default_options
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
-from groupwise.workloads.controller.model.knobs import KnobOptions, default_options
-from groupwise.workloads.controller.policy.decide import Controller, HiddenStateCache, choices_to_knobs, replay_option
+from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.policy.decide import Controller, choices_to_knobs, replay_option
+from groupwise.workloads.controller.policy.hidden_states import HiddenStateCache
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.task import Question
 
@@ -48,7 +49,7 @@ def fake_controller(
     with fake_tensors() if fake else nullcontext() as mode, LiveByteCounter():  # which answers where weights are drawn
         model = transformers.LlavaForConditionalGeneration._from_config(model_config, dtype=dtype).eval()
     adapter, crops = adapter_for(model), {tier: count - 1 for tier, count in memory.crops.items()}
-    executor = Executor(adapter, options or replace(default_options(adapter), crops=crops))
+    executor = Executor(adapter, options or replace(default_options(adapter), crops_by_tier=crops))
     rows, knobs = job.shape.rows_per_pass, executor.options
     questions = [_question(nth, memory, model_config, fake=fake) for nth in range(job.prompts_in(rows))]
     policy = ControllerNetwork(memory.text.width, knobs)
@@ -108,7 +109,7 @@ def _question(nth: int, memory: ControllerMemory, model_config: Any, *, fake: bo
 
 def _distinct_paths(options: KnobOptions, of_row: Tensor) -> Tensor:
     """Choices [rows, 4] at the finest tier that share no path among the rows of a question, the deepest ones first."""
-    tier, ways = len(options.crops) - 1, dict[tuple[int, ...], tuple[int, int, int, int]]()
+    tier, ways = len(options.crops_by_tier) - 1, dict[tuple[int, ...], tuple[int, int, int, int]]()
     every = (
         (tier, position, top_k, blocks)
         for blocks in reversed(range(len(options.block_totals)))
@@ -117,7 +118,7 @@ def _distinct_paths(options: KnobOptions, of_row: Tensor) -> Tensor:
     )
     for choice in every:
         (knobs,) = choices_to_knobs(options, torch.tensor([choice]))
-        ways.setdefault(options.path(knobs), choice)
+        ways.setdefault(options.block_path(knobs), choice)
     full, *others = ways.values()
     known = [*others, full]  # the full path is the same from every position: last, so that positions are spread
     nth_of_question = [int((of_row[:row] == question).sum()) for row, question in enumerate(of_row.tolist())]
