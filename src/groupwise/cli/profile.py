@@ -51,12 +51,14 @@ def run(words: list[str], as_json: bool) -> int:
     from groupwise.dist.process import configure_process
     from groupwise.workloads.controller.latency.source import fit_estimator
     from groupwise.workloads.controller.model.load import load_model
+    from groupwise.workloads.controller.serving.server import ServedTimer
 
     configure_process(arguments.threads)
     with quiet_stdout(as_json):
         begun = time.perf_counter()
         estimator = fit_estimator(
             load_model(arguments.model, dtype="auto"),
+            timer_for=ServedTimer,
             seconds=arguments.seconds,
             new_tokens=arguments.new_tokens,
             question_tokens=arguments.question_tokens,

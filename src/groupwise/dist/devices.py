@@ -1,8 +1,13 @@
-"""What a device can do, by its name."""
+"""The default device, and what a device can do."""
 
 from __future__ import annotations
 
 import torch
+
+
+def default_device() -> torch.device:
+    """The accelerator if there is one, else the CPU."""
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def reduce_dtype(device: torch.device) -> torch.dtype:
@@ -11,5 +16,5 @@ def reduce_dtype(device: torch.device) -> torch.dtype:
 
 
 def has_fused_adamw(device: torch.device) -> bool:
-    """Torch's own kernel takes AdamW's whole step in one pass over memory."""
+    """Whether torch has a kernel that does the whole AdamW step in one pass over memory."""
     return device.type in ("cpu", "cuda")

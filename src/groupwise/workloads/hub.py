@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -53,3 +56,22 @@ def _progress_bar_for_large_models(source: str) -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
+
+
+def weights_fingerprint(model: Any) -> str:
+    """A hash of the model's class, configuration and weights: everything that its outputs depend on."""
+    digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=16)
+    digest.update(json.dumps(stable_config(model.config.to_dict()), sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def stable_config(config: Any) -> Any:
+    """A transformers configuration without the entries that depend on where, how and by which version it was loaded."""
+    transient = ("transformers_version", "dtype", "architectures")
+    if isinstance(config, dict):
+        kept = [name for name in config if not str(name).startswith("_") and name not in transient]
+        return {name: stable_config(config[name]) for name in kept}
+    return [stable_config(entry) for entry in config] if isinstance(config, list | tuple) else config

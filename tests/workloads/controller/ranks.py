@@ -9,12 +9,12 @@ import sys
 from dataclasses import replace
 
 import torch
+from tiny.controller import recipe
 
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
 from groupwise.training.loop import generate_rollouts, training_steps
 from groupwise.training.run import set_up
-from workloads.controller.small import recipe
 
 
 def outcome(placement: str) -> dict[str, object]:
