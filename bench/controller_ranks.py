@@ -33,7 +33,7 @@ def worker(output: Path, steps: int, placement: str) -> None:
 
     recipe = load_recipe("controller")
     # Questions that nobody has asked yet: no answer to them is shipped.
-    cold = replace(recipe.workload, question_seed=1, estimator="counted")
+    cold = replace(recipe.workload, question_seed=1, estimator="proportional")
     config = replace(recipe, workload=cold, steps=steps + 1, placement=placement)
     setup = set_up(config)
     taken = training_steps(setup)
