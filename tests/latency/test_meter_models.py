@@ -22,7 +22,7 @@ from transformers import (
 
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.workloads.controller.model.adapters import adapter_for
-from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixItem
 from groupwise.workloads.controller.model.knobs import Knobs
 
 SMALL = {
@@ -167,7 +167,7 @@ def test_the_executor_is_split_into_stages_and_skipped_blocks_cost_nothing(token
     executor, knobs, asked = Executor(adapter_for(model), OPTIONS), Knobs("medium", 2, 1, 5), sample(2)
 
     def answer():
-        prefix = executor.prefix([(asked, knobs.tier)], torch.zeros(32)) if with_prefix else None
+        prefix = executor.run_prefix([PrefixItem([asked], knobs.tier)], torch.zeros(32)) if with_prefix else None
         executor.answer([AnswerRequest(asked, knobs)], prefix=prefix, max_new_tokens=tokens)
 
     timing = LatencyMeter(parts, clock=clock).time(answer)

@@ -83,6 +83,8 @@ OPTIONS = KnobOptions(
     max_dropped_blocks=3,
     smallest_top_k=1,
 )
+MOLMOE = KnobOptions({"low": 3, "medium": 6, "high": 12}, total_blocks=16, full_top_k=8, drop_order=(13, 10, 8, 11))
+"""The knobs of MolmoE, a model of the real size."""
 
 
 def sample(number: int) -> Sample:

@@ -43,8 +43,8 @@ def test_the_model_still_says_what_is_remembered(executor, table):
     requests = [AnswerRequest(question.sample, chance.choice(EVERY)) for question in asked]
     answers, _ = executor.answer(requests)
     for request, answer in zip(requests, answers, strict=True):
-        assert table.one(request.sample.name, request.knobs) == answer.tokens
-        assert table.every(request.sample.name)[EVERY.index(request.knobs)] == answer.tokens
+        assert table.get(request.sample.name, request.knobs) == answer.tokens
+        assert table.get_all(request.sample.name)[EVERY.index(request.knobs)] == answer.tokens
 
 
 def test_a_table_of_another_model_is_passed_over(tmp_path):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny.llava import OPTIONS
+from tiny.llava import MOLMOE, OPTIONS
 from torch.testing import assert_close
 
-from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option, sample_option
 from groupwise.workloads.controller.policy.network import (
     BudgetEncoder,
@@ -18,8 +17,6 @@ from groupwise.workloads.controller.policy.network import (
     masked_log_softmax,
     parameter_counts,
 )
-
-MOLMOE = KnobOptions({"low": 3, "medium": 6, "high": 12}, total_blocks=16, full_top_k=8, drop_order=(13, 10, 8, 11))
 
 
 def test_about_a_million_parameters_at_width_2048():

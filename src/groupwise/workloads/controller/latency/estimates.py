@@ -99,7 +99,7 @@ class ProportionalEstimator:
     """How far the upper quantile is above the median, as a fraction of it."""
 
     def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[EstimatedLatency]:
-        return [self._estimate(prompt_tokens[each.tier], each) for each in knobs]
+        return [self._estimate(prompt_tokens[setting.tier], setting) for setting in knobs]
 
     def _estimate(self, tokens: int, knobs: Knobs) -> EstimatedLatency:
         work = work_of_answer(self.options, knobs, tokens)
@@ -133,11 +133,11 @@ class KnobFeatures:
         n tokens take n - 1 decode steps; step i attends to the prompt and to the i tokens before.
         """
         require(new_tokens >= 1, "new_tokens", new_tokens, "1 or more")
-        for each in knobs:
-            if each not in self._row:
-                self._check(each)
-        rows, steps = np.array([self._row[each] for each in knobs]), new_tokens - 1
-        tokens: _Column = np.array([prompt_tokens[each.tier] for each in knobs], float)
+        for setting in knobs:
+            if setting not in self._row:
+                self._check(setting)
+        rows, steps = np.array([self._row[setting] for setting in knobs]), new_tokens - 1
+        tokens: _Column = np.array([prompt_tokens[setting.tier] for setting in knobs], float)
         blocks, last_token_pairs = self._blocks[rows], self._last_token_pairs[rows]
         return {
             VISION: {"crops": self._crops[rows], "tokens": tokens},

@@ -47,8 +47,8 @@ class AnswerCache:
 
     def lookup(self, keys: Iterable[AnswerKey]) -> dict[AnswerKey, tuple[int, ...]]:
         """The answers that are known, by key."""
-        found = ((key, self._get(key)) for key in keys)
-        return {key: tokens for key, tokens in found if tokens is not None}
+        answers = ((key, self._get(key)) for key in keys)
+        return {key: tokens for key, tokens in answers if tokens is not None}
 
     def store(self, answers: Mapping[AnswerKey, tuple[int, ...]]) -> None:
         """Keep new answers, on disk in one transaction."""

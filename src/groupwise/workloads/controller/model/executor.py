@@ -86,11 +86,11 @@ class PrefixStates:
     def merge(passes: Sequence[PrefixStates]) -> PrefixStates:
         """Several passes as one, for answers that continue from all of them."""
         merged = PrefixStates({}, ComputedStates({}, {}))
-        for each in passes:
-            merged.latency_tokens.update(each.latency_tokens)
-            merged.computed.prompts.update(each.computed.prompts)
-            merged.computed.states.update(each.computed.states)
-            merged.computed.keys_values.update(each.computed.keys_values)
+        for states in passes:
+            merged.latency_tokens.update(states.latency_tokens)
+            merged.computed.prompts.update(states.computed.prompts)
+            merged.computed.states.update(states.computed.states)
+            merged.computed.keys_values.update(states.computed.keys_values)
         return merged
 
 
