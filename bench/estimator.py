@@ -14,7 +14,6 @@ from itertools import compress
 
 import numpy as np
 from sklearn.ensemble import RandomForestRegressor
-from tools.mosaic.importance import make_exam
 
 from groupwise.dist.process import configure_process
 from groupwise.latency.estimator import LatencyEstimator, cross_folds
@@ -26,6 +25,7 @@ from groupwise.workloads.controller.latency.profile import profile, prompt_lengt
 from groupwise.workloads.controller.model.adapters import LlavaAdapter, Sample
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
@@ -38,7 +38,7 @@ Folds = Callable[[Sequence[Observation]], Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def samples_of(mosaics: int) -> list[Sample]:
-    exam = make_exam(HandwritingSplit.VALIDATION, mosaics, per_kind=1)
+    exam = make_question_set(HandwritingSplit.VALIDATION, mosaics, per_type=1)
     asked = zip(exam.questions.tokens, exam.questions.lengths, strict=True)
     return [
         mosaic_sample(exam.mosaics.pixels[row // exam.questions_per_mosaic], words[:length].tolist())

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from tools.mosaic.importance import make_exam
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaForConditionalGeneration
 
@@ -25,7 +24,7 @@ from groupwise.workloads.controller.model.answer_cache import AnswerCache, answe
 from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import WorkCounts
 from groupwise.workloads.controller.tasks.mosaic.model import configured, load_mosaic, prompt
-from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
+from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN, make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
@@ -44,7 +43,7 @@ OPERATORS = {
 
 
 def twenty_requests() -> list[AnswerRequest]:
-    exam, chance, every = make_exam(HandwritingSplit.TEST, 4), random.Random(0), list(OPTIONS.all())
+    exam, chance, every = make_question_set(HandwritingSplit.TEST, 4), random.Random(0), list(OPTIONS.all())
     requests = []
     for number in range(4):
         row = number * exam.questions_per_mosaic + 3 * number

@@ -57,7 +57,7 @@ def recipe(folder: Path) -> gw.Config:
         steps=3,
         conditions_per_step=4,
         rows_per_pass=32,
-        reward=gw.RewardConfig(weights={"cost": -20.0}),
+        reward=gw.RewardConfig(weights={"compute_cost": -20.0}),
         optimizer=gw.OptimizerConfig(learning_rate=1e-3, ema_decay=0.5),
         run=gw.RunConfig(run_dir=folder / "run", preflight=False),
     )
@@ -90,59 +90,61 @@ def image(folder, number=100):
     return folder / "data" / "images" / file_name(number)
 
 
-@pytest.mark.parametrize("respect", ["guarantee", "penalty"])
-def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively, respect):
+@pytest.mark.parametrize("enforcement", ["hard", "soft"])
+def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively, enforcement):
     """As the workload decides, which reads every latency token of every tier."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
-    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.0, 1.0)), lively.policy)
+    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, enforcement, (0.0, 1.0)), lively.policy)
     question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
     chosen = []
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
-        decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy_option)
+        decided = workload.controller.decide(
+            asked_alone(workload, question, budget_ms, enforcement), ROW, greedy_option
+        )
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
-        assert reply.fits == (reply.expected.high_ms <= budget_ms) or respect == "penalty"
-        assert reply.fits or respect == "penalty"
+        assert reply.fits == (reply.expected.high_ms <= budget_ms) or enforcement == "soft"
+        assert reply.fits or enforcement == "soft"
         assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
         (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
         assert reply.answer == workload.task.spell(cold.tokens)
         assert reply.measured.decode_steps == 2
         assert reply.measured.total_ms == pytest.approx(sum(reply.measured.stages_ms.values()))
         chosen.append(reply.knobs)
-    assert len(set(chosen)) > (3 if respect == "guarantee" else 1)
+    assert len(set(chosen)) > (3 if enforcement == "hard" else 1)
 
 
-@pytest.mark.parametrize(("respect", "told"), [("guarantee", (0.3, 0.5)), ("penalty", (0.0, 0.5))])
-def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively, respect, told):
+@pytest.mark.parametrize(("enforcement", "told"), [("hard", (0.3, 0.5)), ("soft", (0.0, 0.5))])
+def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively, enforcement, told):
     """Under a penalty a smaller one is told as it is: nothing but the network would keep it."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
-    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.3, 0.5)), lively.policy)
+    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, enforcement, (0.3, 0.5)), lively.policy)
     question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
     differs = 0
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
-        alone = asked_alone(workload, question, budget_ms, respect)
-        nearest = replace(alone, budget_share=alone.budget_share.clamp(*told))
+        alone = asked_alone(workload, question, budget_ms, enforcement)
+        nearest = replace(alone, relative_budget=alone.relative_budget.clamp(*told))
         decided = workload.controller.decide(nearest, ROW, greedy_option)
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
         differs += not torch.equal(decided.choices, workload.controller.decide(alone, ROW, greedy_option).choices)
     assert differs
 
 
-def with_budgets(settings, respect, shares):
-    return replace(settings, budget=replace(settings.budget, respect=respect), trained_shares=shares)
+def with_budgets(settings, enforcement, shares):
+    return replace(settings, budget=replace(settings.budget, enforcement=enforcement), trained_shares=shares)
 
 
-def asked_alone(workload, question, budget_ms, respect):
-    config = BudgetConfig(values=(budget_ms,), unit="ms", respect=respect)
+def asked_alone(workload, question, budget_ms, enforcement):
+    config = BudgetConfig(values=(budget_ms,), unit="ms", enforcement=enforcement)
     return make_conditions([question], workload.task.estimator, workload.options, config)
 
 
 def test_a_trained_controller_knows_its_budgets(folder, adaptive):
     training = recipe(folder).workload.build(CPU).training
-    low, high = training.budget_share.min().item(), training.budget_share.max().item()
+    low, high = training.relative_budget.min().item(), training.relative_budget.max().item()
     assert adaptive.settings.trained_shares == (low, high)
     assert 0 < low < high == 1
 

@@ -1,14 +1,14 @@
 """How right an answer is. Reward functions of TRL's signature, so that a user's own can take their place.
 The reward of one answer, as named terms. Latency is the estimator's: the same choice always earns the same.
 
-    accuracy   how right the answer is, 0 to 1
-    late       -0.5 sigmoid(10 (r - 1))                               with the penalty only
-    overrun    -10 max(0, r - 1)^2                                    with the penalty only
-    saving     0.1 (1 - r) where r <= 1, else 0                       with the penalty only
-    cost       -0.05 (crops / most crops + top_k / (4 full top_k) + blocks / all blocks) / 3
+    accuracy         how right the answer is, 0 to 1
+    late_penalty     -0.5 sigmoid(10 (r - 1))                               with soft enforcement only
+    overrun_penalty  -10 max(0, r - 1)^2                                    with soft enforcement only
+    time_saved       0.1 (1 - r) where r <= 1, else 0                       with soft enforcement only
+    compute_cost     -0.05 (crops / most crops + top_k / (4 full top_k) + blocks / all blocks) / 3
 
-r is the estimated median over the budget, both of the same span. With 12 crops, top-8 and 16 blocks the cost is that of
-the formula's source, -0.05 (crops / 12 + top_k / 32 + blocks / 16) / 3.
+r is the estimated median over the budget, both of the same scope. With 12 crops, top-8 and 16 blocks the compute cost
+is that of the formula's source, -0.05 (crops / 12 + top_k / 32 + blocks / 16) / 3.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def accuracy_function(name: str) -> RewardFunction:
 
 
 def cost_table(options: KnobOptions) -> KnobTable:
-    """The term `cost` of every configuration."""
+    """The term `compute_cost` of every configuration."""
     most_crops, most_experts = max(1, *options.crops.values()), 4 * max(1, options.full_top_k)  # dense models have none
     crops = torch.tensor(list(options.crops.values()), dtype=torch.float64) / most_crops
     top_ks = torch.tensor(list(options.top_ks), dtype=torch.float64) / most_experts
@@ -113,9 +113,9 @@ def cost_table(options: KnobOptions) -> KnobTable:
 
 
 def penalty_terms(ratio: Float[Tensor, "*rows"]) -> dict[str, Float[Tensor, "*rows"]]:
-    """What missing the budget costs, and what staying under it earns."""
+    """Penalties for exceeding the budget, and a bonus for staying under it."""
     return {
-        "late": -0.5 * torch.sigmoid(10 * (ratio - 1)),
-        "overrun": -10 * (ratio - 1).clamp(min=0) ** 2,
-        "saving": torch.where(ratio <= 1, 0.1 * (1 - ratio), torch.zeros_like(ratio)),
+        "late_penalty": -0.5 * torch.sigmoid(10 * (ratio - 1)),
+        "overrun_penalty": -10 * (ratio - 1).clamp(min=0) ** 2,
+        "time_saved": torch.where(ratio <= 1, 0.1 * (1 - ratio), torch.zeros_like(ratio)),
     }

@@ -24,7 +24,7 @@ from groupwise.workloads.controller.policy.decide import Controller, HiddenState
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.task import Question
 
-_ONE_BUDGET = BudgetConfig((1.0,), respect="penalty")
+_ONE_BUDGET = BudgetConfig((1.0,), enforcement="soft")
 
 
 @dataclass(frozen=True)

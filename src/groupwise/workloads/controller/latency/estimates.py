@@ -52,11 +52,11 @@ def table_shape(options: KnobOptions) -> tuple[int, int, int, int]:
 
 
 def latency_tables(
-    estimator: KnobLatencyModel, options: KnobOptions, prompt_tokens: Mapping[str, int], span: BudgetScope = "answer"
+    estimator: KnobLatencyModel, options: KnobOptions, prompt_tokens: Mapping[str, int], scope: BudgetScope = "total"
 ) -> LatencyTables:
     """Ask the estimator for all configurations at once; refuse what is no time."""
     found = estimator.estimate(prompt_tokens, list(options.all()))
-    medians, highs = zip(*(_of_span(estimated, span) for estimated in found), strict=True)
+    medians, highs = zip(*(_of_scope(estimated, scope) for estimated in found), strict=True)
     tables = [torch.tensor(column, dtype=torch.float64).view(table_shape(options)) for column in (medians, highs)]
     for table in tables:
         if not (table.isfinite() & (table > 0)).all():
@@ -67,12 +67,12 @@ def latency_tables(
     return LatencyTables(*tables)
 
 
-def _of_span(estimated: EstimatedLatency, span: BudgetScope) -> tuple[float, float]:
+def _of_scope(estimated: EstimatedLatency, scope: BudgetScope) -> tuple[float, float]:
     """Median and high quantile of the whole answer, or of its way to the first token: without the median of decoding.
 
     That bounds the high quantile up to the first token from above: decoding adds its median and some spread of its own.
     """
-    decode_ms = estimated.stages_ms.get(DECODE, 0.0) if span == "first_token" else 0.0
+    decode_ms = estimated.stages_ms.get(DECODE, 0.0) if scope == "first_token" else 0.0
     return estimated.total_ms - decode_ms, estimated.high_ms - decode_ms
 
 

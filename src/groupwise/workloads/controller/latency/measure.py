@@ -116,12 +116,11 @@ def _noise_image(loaded: LoadedModel) -> Image:
 
 
 def _mosaic_samples() -> list[Sample]:
-    from tools.mosaic.importance import make_exam
-
+    from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
     from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
     from groupwise.workloads.controller.tasks.mosaic.task import mosaic_sample
 
-    exam = make_exam(HandwritingSplit.VALIDATION, _MOSAIC_SAMPLES)
+    exam = make_question_set(HandwritingSplit.VALIDATION, _MOSAIC_SAMPLES)
     samples = []
     for number in range(_MOSAIC_SAMPLES):
         row = number * exam.questions_per_mosaic + number % exam.questions_per_mosaic

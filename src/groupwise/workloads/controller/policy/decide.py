@@ -133,7 +133,7 @@ class Controller:
         What members of a group share, the budget and the first stage, is computed once for them.
         """
         distinct, of_row = rows.unique(return_inverse=True)
-        fits, questions = to_decision_order(conditions.fits(distinct))[of_row], conditions.question_of(rows)
+        fits, questions = to_decision_order(conditions.feasible(distinct))[of_row], conditions.question_of(rows)
         prompts = self.features.prompts(conditions.question_of(distinct)).to(self.device)
         budget, shared = self._encoded(conditions, distinct), of_row.to(self.device)
         taken: list[Tensor] = []
@@ -163,7 +163,7 @@ class Controller:
         self, conditions: Conditions, rows: ConditionIndices
     ) -> Float[Tensor, "rows tiers positions top_ks blocks"]:
         """The log-probability of every configuration: the product of its four decisions'."""
-        fits, questions = conditions.fits(rows).to(self.device), conditions.question_of(rows)
+        fits, questions = conditions.feasible(rows).to(self.device), conditions.question_of(rows)
         _, tiers, positions, _, _ = fits.shape
         budget = self._encoded(conditions, rows)
         tier, position = self.policy.stage_one(self.features.prompts(questions).to(self.device), budget)
@@ -183,7 +183,7 @@ class Controller:
         return first + blocks_logp[:, :, :, None] + top_k_logp
 
     def _encoded(self, conditions: Conditions, rows: ConditionIndices) -> Float[Tensor, "rows encoded"]:
-        return self.policy.encoder(conditions.budget_share[rows].float().to(self.device))
+        return self.policy.encoder(conditions.relative_budget[rows].float().to(self.device))
 
 
 def to_decision_order(tables: Shaped[Tensor, "rows tiers positions top_ks blocks"]) -> Shaped[Tensor, "rows ..."]:

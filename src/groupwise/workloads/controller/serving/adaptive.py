@@ -204,7 +204,9 @@ class AdaptiveModel:
         limits_ms = [max(float(budget_ms), _SHORTEST_MS) for budget_ms in budgets_ms]
         for nth, (promised, limit_ms) in enumerate(zip(promised_ms, limits_ms, strict=True)):
             if not best_effort and not (promised <= limit_ms).any():
-                raise self._conditions(questions, promised_ms, limits_ms).refusal(nth, how="best_effort=True")
+                raise self._conditions(questions, promised_ms, limits_ms).infeasible_budget_error(
+                    nth, remedy="best_effort=True"
+                )
         if len(questions) == 1:
             share = self._share(promised_ms[0], limits_ms[0])
             allowance = budget_limit(promised_ms[0], limits_ms[0], share, guaranteed=self._guaranteed)
@@ -244,7 +246,7 @@ class AdaptiveModel:
         limits = torch.tensor(limits_ms, dtype=torch.float64)[:, None]
         shares = [self._share(*each) for each in zip(promised_ms, limits_ms, strict=True)]
         made = build_conditions(questions, config, known, torch.arange(len(questions)), limits)
-        return replace(made, budget_share=torch.tensor(shares, dtype=torch.float64))
+        return replace(made, relative_budget=torch.tensor(shares, dtype=torch.float64))
 
     def _share(self, promised_ms: KnobTable, limit_ms: float) -> float:
         """What the network is told of a budget: the nearest that it was trained on. Beyond the largest, what was
@@ -257,14 +259,14 @@ class AdaptiveModel:
 
     @property
     def _guaranteed(self) -> bool:
-        return self.settings.budget.guaranteed
+        return self.settings.budget.is_hard
 
     def _cost(self, question: Question) -> LatencyTables:
         """Estimates depend on the prompt's length alone, so they are kept."""
         lengths = tuple(question.prompt_tokens.values())
         if lengths not in self._costs:
             settings = self.settings
-            found = latency_tables(settings.estimator, settings.options, question.prompt_tokens, settings.budget.span)
+            found = latency_tables(settings.estimator, settings.options, question.prompt_tokens, settings.budget.scope)
             self._costs[lengths] = found
         return self._costs[lengths]
 

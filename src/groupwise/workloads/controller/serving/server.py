@@ -58,9 +58,9 @@ def budget_limit(promised_ms: KnobTable, budget_ms: float, share: float, *, guar
 
 def budget_limit_of(conditions: Conditions, row: int) -> BudgetLimit:
     """The same for one condition."""
-    (promised_ms,) = conditions.promised_ms(torch.tensor([row]))
-    budget_ms, share = float(conditions.budget_ms[row]), float(conditions.budget_share[row])
-    return budget_limit(promised_ms, budget_ms, share, guaranteed=conditions.config.guaranteed)
+    (promised_ms,) = conditions.bound_ms(torch.tensor([row]))
+    budget_ms, share = float(conditions.budget_ms[row]), float(conditions.relative_budget[row])
+    return budget_limit(promised_ms, budget_ms, share, guaranteed=conditions.config.is_hard)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The mosaic model: LLaVA's composition of a SigLIP vision tower and an OLMoE text model, all transformers' own."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import IMAGE_TOKEN, P
 from groupwise.workloads.controller.tasks.mosaic.scene import CHANNELS, CROP_PIXELS, PATCH_PIXELS, Tier, image_tokens
 
 ASSET = Path(__file__).parent / "asset"
+IMPORTANCE = "importance.json"
 BLOCKS = 16
 TOP_K = 8
 FEWEST_BLOCKS = 12
@@ -79,13 +81,18 @@ class MosaicSize:
 def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
     """Load the trained model; the shipped one unless another folder is named."""
     if not (folder / "model.safetensors").is_file():
-        raise UserError(f"No mosaic model in {folder}: run scripts/pretrain_mosaic.py, or reinstall groupwise.")
+        raise UserError(f"No mosaic model in {folder}: run `python -m tools.mosaic pretrain`, or reinstall groupwise.")
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it loads at once
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
     if shown:
         logging.enable_progress_bar()
     return model
+
+
+def load_drop_order(folder: Path) -> list[int]:
+    """Blocks in the order in which they are dropped, as `python -m tools.mosaic importance` has measured it."""
+    return [int(block) for block in json.loads((folder / IMPORTANCE).read_text())["drop_order"]]
 
 
 def prompt(question: Sequence[int], tier: Tier) -> Int[Tensor, "1 tokens"]:

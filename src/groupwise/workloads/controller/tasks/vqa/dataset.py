@@ -1,4 +1,4 @@
-"""Questions about images from disk, in VQA v2's two JSON files or as JSONL; parts by image. No torch here."""
+"""Questions about images from disk, in VQA v2's two JSON files or as JSONL; splits by image."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from groupwise.core.errors import UserError
+from groupwise.workloads.controller.task import Split
 
-Part = Literal["train", "choose", "test"]
-"""What questions are for: to train, to look at and choose by meanwhile, and to judge in the end."""
 _NAMED = 5
 
 
@@ -26,6 +25,8 @@ class Entry:
     image: Path
     question: str
     answers: tuple[str, ...]
+    question_type: str = ""
+    """Where the dataset has one."""
 
     @property
     def fault(self) -> str:
@@ -69,14 +70,23 @@ def told(faults: Sequence[str], total: int) -> str:
     return f"{len(faults):,} of {total:,} questions cannot be used: {'; '.join(faults[:_NAMED])}{more}."
 
 
-def select_split(entries: Sequence[Entry], part: Part, *, held_out: float, test: float, seed: int) -> list[Entry]:
-    """The questions of one part, in an order drawn by the seed. An image's number decides, so no image is in two parts,
-    and an image stays where it is when others come or go.
+def select_split(
+    entries: Sequence[Entry], split: Split, *, selection_share: float, test_share: float, seed: int
+) -> list[Entry]:
+    """The questions of one split, in an order that the seed decides.
+
+    A hash of the image's id decides its split: no image is in two splits, and an image keeps its split when others are
+    added or removed.
     """
-    ends = {"test": (0.0, test), "choose": (test, test + held_out), "train": (test + held_out, 1.0)}
-    low, high = ends[part]
-    chosen = [entry for entry in entries if low <= _number(seed, entry.image_id) < high]
-    return sorted(chosen, key=lambda entry: _number(seed, entry.image_id, entry.place))
+    selection_end = test_share + selection_share
+    bounds = {
+        Split.TEST: (0.0, test_share),
+        Split.SELECT: (test_share, selection_end),
+        Split.TRAIN: (selection_end, 1.0),
+    }
+    low, high = bounds[split]
+    members = [entry for entry in entries if low <= _number(seed, entry.image_id) < high]
+    return sorted(members, key=lambda entry: _number(seed, entry.image_id, entry.place))
 
 
 def _number(*key: object) -> float:
@@ -88,9 +98,11 @@ def _number(*key: object) -> float:
 def _from_vqa(questions: Path, annotations: Path, images: Path, image_name: str) -> list[Entry]:
     asked, answered = _json(questions, "questions"), _json(annotations, "annotations")
     answers: dict[object, tuple[str, ...]] = {}
+    types: dict[object, str] = {}
     for number, each in enumerate(answered["annotations"]):
         (known,) = _fields(each, ["question_id"], f"annotation {number} of {annotations}")
         answers[known] = _answers_of(each, f"The annotation of question {known} in {annotations}")
+        types[known] = str(each.get("question_type") or "")
     entries: dict[object, Entry] = {}
     for number, each in enumerate(asked["questions"]):
         where = f"question {number} of {questions}"
@@ -98,7 +110,14 @@ def _from_vqa(questions: Path, annotations: Path, images: Path, image_name: str)
         if known in entries:
             raise UserError(f"{questions} holds question_id {known} twice. Every question needs an id of its own.")
         image = images / _image_name(image_name, asked.get("data_subtype", ""), image_id)
-        entries[known] = Entry(f"question {known}", str(image_id), image, _text(text, where), answers.get(known, ()))
+        entries[known] = Entry(
+            f"question {known}",
+            str(image_id),
+            image,
+            _text(text, where),
+            answers.get(known, ()),
+            types.get(known, ""),
+        )
     return list(entries.values())
 
 
@@ -132,11 +151,13 @@ def _from_lines(file: Path, images: Path) -> list[Entry]:
         if not line.strip():
             continue
         where = f"line {number} of {file}"
-        image, text = _fields(_parsed(line, where), ["image", "question"], where)
-        given = json.loads(line).get("answers") or []
+        record = _parsed(line, where)
+        image, text = _fields(record, ["image", "question"], where)
+        given, question_type = record.get("answers") or [], str(record.get("question_type") or "")
         if not isinstance(image, str) or not isinstance(given, list) or not all(isinstance(a, str) for a in given):
             raise UserError(f"{where}: image must be a text and answers a list of texts.")
-        entries.append(Entry(f"line {number}", image, images / image, _text(text, where), _non_empty(given)))
+        answers = _non_empty(given)
+        entries.append(Entry(f"line {number}", image, images / image, _text(text, where), answers, question_type))
     return entries
 
 

@@ -1,4 +1,4 @@
-"""The shipped table of answers: it is this model's, it covers the recipe, and the model still says what it says."""
+"""The precomputed answers: they are this model's, they cover the recipe, and the model still gives them."""
 
 import random
 
@@ -9,9 +9,10 @@ from tools.mosaic.answer_table import answer_every_configuration
 from groupwise.recipes import load_recipe
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
-from groupwise.workloads.controller.tasks.mosaic.answer_table import TABLE, load_answer_table, save_remembered
+from groupwise.workloads.controller.task import Split
+from groupwise.workloads.controller.tasks.mosaic.answer_table import TABLE, load_answer_table, save_answer_table
 from groupwise.workloads.controller.tasks.mosaic.model import ASSET, load_mosaic
-from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_options, mosaic_questions
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_questions
 
 OPTIONS = mosaic_options()
 EVERY = list(OPTIONS.all())
@@ -25,21 +26,21 @@ def executor():
 @pytest.fixture(scope="module")
 def table():
     found = load_answer_table(OPTIONS)
-    assert found is not None, "asset/answers.npz is of another model: run scripts/remember_mosaic.py"
+    assert found is not None, "asset/answers.npz is of another model: run `python -m tools.mosaic answer-table`"
     return found
 
 
 def test_every_question_of_the_recipe_is_in_it_and_it_is_small(table):
     config = load_recipe("controller").workload
-    wanted = {Part.TRAIN: config.mosaics, Part.CHOOSE: config.choose_mosaics, Part.TEST: config.test_mosaics}
-    for part, mosaics in wanted.items():
-        assert {question.sample.name for question in mosaic_questions(part, mosaics)} <= table.rows.keys()
+    wanted = {Split.TRAIN: config.mosaics, Split.SELECT: config.selection_mosaics, Split.TEST: config.test_mosaics}
+    for split, mosaics in wanted.items():
+        assert {question.sample.name for question in mosaic_questions(split, mosaics)} <= table.rows.keys()
     assert (ASSET / TABLE).stat().st_size < 2e6
 
 
-def test_the_model_still_says_what_is_remembered(executor, table):
+def test_the_model_still_gives_the_precomputed_answers(executor, table):
     chance = random.Random(11)
-    asked = [question for part in Part for question in chance.sample(mosaic_questions(part, 12), 8)]
+    asked = [question for split in Split for question in chance.sample(mosaic_questions(split, 12), 8)]
     requests = [AnswerRequest(question.sample, chance.choice(EVERY)) for question in asked]
     answers, _ = executor.answer(requests)
     for request, answer in zip(requests, answers, strict=True):
@@ -47,11 +48,11 @@ def test_the_model_still_says_what_is_remembered(executor, table):
         assert table.every(request.sample.name)[EVERY.index(request.knobs)] == answer.tokens
 
 
-def test_a_table_of_another_model_is_passed_over(tmp_path):
+def test_a_table_of_another_model_is_ignored(tmp_path):
     for name in ("model.safetensors", "importance.json"):
         (tmp_path / name).write_text("one model")
     names, tokens = ["00" * 16, "0f" * 16], np.arange(2 * len(EVERY), dtype=np.int64).reshape(2, -1) % 200
-    save_remembered(names, tokens.astype(np.uint8), tmp_path)
+    save_answer_table(names, tokens.astype(np.uint8), tmp_path)
     found = load_answer_table(OPTIONS, tmp_path)
     assert found.one("0f" * 16, EVERY[3]) == (int(tokens[1, 3]),)
     assert found.one("11" * 16, EVERY[3]) is found.every("11" * 16) is None
@@ -59,9 +60,9 @@ def test_a_table_of_another_model_is_passed_over(tmp_path):
     assert load_answer_table(OPTIONS, tmp_path) is None
 
 
-def test_all_at_once_is_one_by_one(executor):
+def test_the_dense_pass_equals_the_executor(executor):
     """Two mosaics under a few of the paths, among them dropped blocks and a late insertion position."""
-    questions = mosaic_questions(Part.CHOOSE, 2, seed=5)
+    questions = mosaic_questions(Split.SELECT, 2, seed=5)
     few = type(OPTIONS)(
         crops={"low": OPTIONS.crops["low"]},
         total_blocks=OPTIONS.total_blocks,

@@ -22,11 +22,13 @@ from workloads.controller.test_policy import MOLMOE
 def test_the_penalty_of_the_source_by_hand():
     terms = penalty_terms(torch.tensor([0.5, 1.0, 1.23], dtype=torch.float64))
     # sigmoid(-5), sigmoid(0), sigmoid(2.3)
-    assert terms["late"].tolist() == pytest.approx([-0.5 / (1 + math.exp(5)), -0.25, -0.5 / (1 + math.exp(-2.3))])
-    assert terms["overrun"].tolist() == pytest.approx([0, 0, -0.529])
-    assert terms["saving"].tolist() == pytest.approx([0.05, 0, 0])
+    assert terms["late_penalty"].tolist() == pytest.approx(
+        [-0.5 / (1 + math.exp(5)), -0.25, -0.5 / (1 + math.exp(-2.3))]
+    )
+    assert terms["overrun_penalty"].tolist() == pytest.approx([0, 0, -0.529])
+    assert terms["time_saved"].tolist() == pytest.approx([0.05, 0, 0])
     # a 23 % overshoot costs a right answer
-    assert terms["late"][2] + terms["overrun"][2] == pytest.approx(-1, abs=0.02)
+    assert terms["late_penalty"][2] + terms["overrun_penalty"][2] == pytest.approx(-1, abs=0.02)
 
 
 def test_the_cost_of_a_configuration_by_hand():
@@ -69,7 +71,7 @@ def test_answers_are_compared_plainly():
 
 
 def test_a_function_of_ones_own():
-    assert accuracy_function("workloads.controller.test_terms:half")([], ["x", "y"]) == [0.5, 0.5]
+    assert accuracy_function("workloads.controller.test_rewards:half")([], ["x", "y"]) == [0.5, 0.5]
     for name, words in (("soft", "one of exact, vqa"), ("no_such:thing", "cannot be imported"), ("os:no", "no")):
         with pytest.raises(UserError, match=words):
             accuracy_function(name)
