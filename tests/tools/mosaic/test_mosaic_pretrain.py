@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tools.mosaic.__main__ import main
 from tools.mosaic.curriculum import PretrainConfig, draw_knobs, draw_question_types, frequent_names_at
 from tools.mosaic.importance import answer_losses, features_of
 from tools.mosaic.pretrain import build, pretrain
+from transformers import LlavaForConditionalGeneration
 
 from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
 from groupwise.workloads.controller.tasks.mosaic.questions import (
@@ -44,6 +46,24 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, killed_after: 
     resumed = pretrain(TINY, tmp_path / "killed", print_line=_quiet, compiled=False, checkpoint_every=2)
     for name, weight in whole.state_dict().items():
         assert torch.equal(weight, resumed.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("command", ["pretrain", "importance", "answer-table"])
+def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="0"):
+        main([command, "--help"])
+    assert f"python -m tools.mosaic {command}" in capsys.readouterr().out
+
+
+def test_the_pretrain_command_writes_a_model_that_transformers_loads(tmp_path: Path):
+    size = {"width": 16, "heads": 2, "expert-width": 8, "vision-width": 16, "vision-blocks": 1, "blocks": 6}
+    steps = {"alignment-steps": 1, "alignment-mosaics": 1, "text-steps": 1, "early-text-mosaics": 1}
+    values = {f"size.{name}": value for name, value in size.items()} | steps
+    flags = [word for name, value in values.items() for word in (f"--config.{name}", str(value))]
+    threads = str(torch.get_num_threads())
+    main(["pretrain", "--folder", str(tmp_path), "--no-compiled", "--threads", threads, *flags])
+    model = LlavaForConditionalGeneration.from_pretrained(tmp_path)
+    assert len(model.model.language_model.layers) == 6
 
 
 def test_training_changes_every_weight_in_use_but_the_routers(tmp_path: Path):
