@@ -73,8 +73,6 @@ def _outcome(runs: Sequence[RunData]) -> str:
         before, after = moments.get("before", {}), moments.get("after", {})
         for name in dict.fromkeys([*before, *after]):
             rows.append([run.name, name, _number(before.get(name)), _number(after.get(name))])
-        if "gap_closed" in run.evaluation:
-            rows.append([run.name, "gap to the kind oracle closed", "", _number(run.evaluation["gap_closed"])])
     skipped = 0 if len(runs) > 1 else 1
     return _table(["run", "figure", "before", "after"][skipped:], [row[skipped:] for row in rows])
 
