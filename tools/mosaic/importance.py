@@ -15,7 +15,7 @@ from groupwise.workloads.controller.tasks.mosaic.model import (
     BLOCKS,
     FEWEST_BLOCKS,
     FIRST_DROPPABLE_BLOCK,
-    IMPORTANCE,
+    IMPORTANCE_FILE,
     TOP_K,
 )
 from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TOKENS, QuestionSet
@@ -90,5 +90,5 @@ def save_importance(folder: Path, added: dict[int, float]) -> list[int]:
     """Write the measurements and the drop order that follows from them; return the order."""
     order = list(added)[: BLOCKS - FEWEST_BLOCKS]
     content = {"drop_order": order, "loss_added_by_dropping_alone": added, "split": "validation", "tier": "high"}
-    (folder / IMPORTANCE).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / IMPORTANCE_FILE).write_text(json.dumps(content, indent=2) + "\n")
     return order

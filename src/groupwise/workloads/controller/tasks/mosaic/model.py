@@ -17,7 +17,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import IMAGE_TOKEN, P
 from groupwise.workloads.controller.tasks.mosaic.scene import CHANNELS, CROP_PIXELS, PATCH_PIXELS, Tier, image_tokens
 
 ASSET = Path(__file__).parent / "asset"
-IMPORTANCE = "importance.json"
+IMPORTANCE_FILE = "importance.json"
 BLOCKS = 16
 TOP_K = 8
 FEWEST_BLOCKS = 12
@@ -90,9 +90,9 @@ def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> Lla
     return model
 
 
-def load_drop_order(folder: Path) -> list[int]:
+def load_drop_order(folder: Path = ASSET) -> list[int]:
     """Blocks in the order in which they are dropped, as `python -m tools.mosaic importance` has measured it."""
-    return [int(block) for block in json.loads((folder / IMPORTANCE).read_text())["drop_order"]]
+    return [int(block) for block in json.loads((folder / IMPORTANCE_FILE).read_text())["drop_order"]]
 
 
 def prompt(question: Sequence[int], tier: Tier) -> Int[Tensor, "1 tokens"]:
