@@ -54,7 +54,7 @@ def _accuracy_table(metrics: Metrics) -> ReportTable:
     ]
     return ReportTable(
         "Accuracy by budget (ms)",
-        ["method", *(f"{entry['budget_ms']:.1f}" for entry in budgets), "mean", "over budget"],
+        ["method", *(f"{entry['budget_ms']:.1f}" for entry in budgets), "mean", "over\nbudget"],
         rows,
         f"{metrics['test_questions']} test questions; lookup table and question-type oracle are chosen on"
         f" {metrics['selection_questions']} selection questions. Over budget: measured latency above the budget by more"
@@ -223,7 +223,7 @@ def _draw_accuracy(axes: Axes, metrics: Metrics) -> None:
                 *zip(*points, strict=True), line, color=color, marker=marker, markersize=5, label=METHOD_NAMES[name]
             )
     _draw_budget_guides(axes, metrics)
-    axes.set_xlabel("measured latency, ms (median of timed answers)")
+    axes.set_xlabel("measured latency, ms (median of timed answers; dotted: budgets)")
     axes.set_ylabel("accuracy, %")
     axes.set_title("Accuracy vs. latency", fontsize=10)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
