@@ -26,7 +26,8 @@ from groupwise.workloads.controller.model.inputs import make_question
 from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
 from groupwise.workloads.controller.policy.network import ControllerNetwork
-from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_questions
+from groupwise.workloads.controller.task import Split
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_questions
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from workloads.controller.priced import priced
 from workloads.controller.tiny_folders import llava, save_llava
@@ -46,7 +47,7 @@ def recipe(folder: Path) -> gw.Config:
         annotations=folder / "data" / "annotations.json",
         dtype="float32",
         accuracy="vqa",
-        held_out_share=0.3,
+        selection_share=0.3,
         estimator="counted",
         max_new_tokens=3,
         prompt="{question} word9",
@@ -108,7 +109,7 @@ def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, liv
         assert reply.fits or enforcement == "soft"
         assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
         (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
-        assert reply.answer == workload.task.spell(cold.tokens)
+        assert reply.answer == workload.task.decode(cold.tokens)
         assert reply.measured.decode_steps == 2
         assert reply.measured.total_ms == pytest.approx(sum(reply.measured.stages_ms.values()))
         chosen.append(reply.knobs)
@@ -317,7 +318,7 @@ def test_what_is_no_budget_is_refused_whatever_the_effort(folder, adaptive):
 
 def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
     loaded = load_model("mosaic")
-    (drawn, *_) = mosaic_questions(Part.TEST, 1)
+    (drawn, *_) = mosaic_questions(Split.TEST, 1)
     shades = torch.randint(0, 256, (36, 48), dtype=torch.uint8)
     picture = Image.fromarray(shades.numpy())
     picture.save(tmp_path / "mosaic.png")
@@ -343,5 +344,5 @@ def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
     ):
         with pytest.raises(UserError, match=told):
             make_question(wrong, "digit b3", loaded)
-    with pytest.raises(UserError, match="mosaic does not know the word 'What'"):
+    with pytest.raises(UserError, match="The word 'What' is not in mosaic's vocabulary"):
         make_question(picture, "What is this", loaded)

@@ -81,8 +81,10 @@ def encode(text: str) -> list[int]:
         raise UserError("The question is empty. Write for example: digit b3")
     unknown = [word for word in words if word not in TOKEN_OF]
     if unknown:
+        known = " ".join(word for word in VOCABULARY[2:] if word not in NAME_WORDS)
         raise UserError(
-            f"The word {unknown[0]!r} is not in mosaic's vocabulary. Use these words: {' '.join(VOCABULARY[2:])}."
+            f"The word {unknown[0]!r} is not in mosaic's vocabulary. Use these words: {known}, and the names"
+            f" {NAME_WORDS[0]} to {NAME_WORDS[-1]}."
         )
     return [TOKEN_OF[word] for word in words]
 
