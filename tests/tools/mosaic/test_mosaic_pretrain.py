@@ -116,7 +116,7 @@ def test_pairs_are_of_fewer_names_later_and_keep_their_digits():
     early = draw_questions(labels, types, np.random.default_rng(0), frequent_names=30)
     late = draw_questions(labels, types, np.random.default_rng(1))
     said = [
-        dict(zip(map(tuple, found.tokens.tolist()), found.answers.tolist(), strict=True)) for found in (early, late)
+        dict(zip(map(tuple, result.tokens.tolist()), result.answers.tolist(), strict=True)) for result in (early, late)
     ]
     assert {pair[2] for pair in said[1]} < {pair[2] for pair in said[0]}
     both = said[0].keys() & said[1].keys()

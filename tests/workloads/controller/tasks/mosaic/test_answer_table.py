@@ -25,9 +25,9 @@ def executor():
 
 @pytest.fixture(scope="module")
 def table():
-    found = load_answer_table(OPTIONS)
-    assert found is not None, "asset/answers.npz is of another model: run `python -m tools.mosaic answer-table`"
-    return found
+    result = load_answer_table(OPTIONS)
+    assert result is not None, "asset/answers.npz is of another model: run `python -m tools.mosaic answer-table`"
+    return result
 
 
 def test_every_question_of_the_recipe_is_in_it_and_it_is_small(table):
@@ -53,9 +53,9 @@ def test_a_table_of_another_model_is_ignored(tmp_path):
         (tmp_path / name).write_text("one model")
     names, tokens = ["00" * 16, "0f" * 16], np.arange(2 * len(EVERY), dtype=np.int64).reshape(2, -1) % 200
     save_answer_table(names, tokens.astype(np.uint8), tmp_path)
-    found = load_answer_table(OPTIONS, tmp_path)
-    assert found.one("0f" * 16, EVERY[3]) == (int(tokens[1, 3]),)
-    assert found.one("11" * 16, EVERY[3]) is found.every("11" * 16) is None
+    result = load_answer_table(OPTIONS, tmp_path)
+    assert result.one("0f" * 16, EVERY[3]) == (int(tokens[1, 3]),)
+    assert result.one("11" * 16, EVERY[3]) is result.every("11" * 16) is None
     (tmp_path / "model.safetensors").write_text("the next model")
     assert load_answer_table(OPTIONS, tmp_path) is None
 
@@ -72,7 +72,7 @@ def test_the_dense_pass_equals_the_executor(executor):
         most_dropped=1,
         smallest_top_k=OPTIONS.full_top_k - 1,
     )
-    found = answer_every_configuration(executor.adapter.model, few, questions)
+    result = answer_every_configuration(executor.adapter.model, few, questions)
     requests = [AnswerRequest(question.sample, knobs) for question in questions for knobs in few.all()]
     answers, _ = Executor(executor.adapter, few).answer(requests)
-    assert found.flatten().tolist() == [answer.tokens[0] for answer in answers]
+    assert result.flatten().tolist() == [answer.tokens[0] for answer in answers]

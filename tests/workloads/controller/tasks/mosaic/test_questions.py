@@ -58,9 +58,9 @@ BY_HAND = {
 @pytest.fixture(scope="module")
 def asked() -> dict[str, set[str]]:
     types = np.repeat(np.arange(len(QUESTION_TYPES)), 400)
-    found = draw_questions(np.repeat(MOSAIC, len(types), axis=0), types, np.random.default_rng(0))
+    result = draw_questions(np.repeat(MOSAIC, len(types), axis=0), types, np.random.default_rng(0))
     answers: dict[str, set[str]] = {}
-    for tokens, length, answer in zip(found.tokens, found.lengths, found.answers, strict=True):
+    for tokens, length, answer in zip(result.tokens, result.lengths, result.answers, strict=True):
         answers.setdefault(decode(tokens[:length].tolist()), set()).add(decode([int(answer)]))
     return answers
 
@@ -90,8 +90,8 @@ def many(question_type: QuestionType, count: int = 20_000) -> tuple[np.ndarray, 
     """Tile a3 is a 2, and all others are empty: the two words of many questions, and what is answered."""
     labels = np.full((count, 12), EMPTY)
     labels[:, 2] = 2
-    found = draw_questions(labels, np.full(count, QUESTION_TYPES.index(question_type)), np.random.default_rng(0))
-    return found.tokens[:, 1:], found.answers
+    result = draw_questions(labels, np.full(count, QUESTION_TYPES.index(question_type)), np.random.default_rng(0))
+    return result.tokens[:, 1:], result.answers
 
 
 @pytest.mark.parametrize("question_type", [QuestionType.FACT, QuestionType.LORE])

@@ -69,12 +69,12 @@ def test_no_image_is_in_two_splits_and_each_keeps_its_split_when_others_leave(im
         shares = {"selection_share": selection, "test_share": test}
         return {split: [each.place for each in select_split(some, split, seed=seed, **shares)] for split in Split}
 
-    found = splits(entries)
-    assert sorted(place for places in found.values() for place in places) == sorted(each.place for each in entries)
-    seen = [{place.split()[0] for place in places} for places in found.values()]
+    whole = splits(entries)
+    assert sorted(place for places in whole.values() for place in places) == sorted(each.place for each in entries)
+    seen = [{place.split()[0] for place in places} for places in whole.values()]
     assert sum(map(len, seen)) == len(images)
     fewer = splits(entries[: len(entries) // 2])
-    assert all(set(fewer[split]) <= set(found[split]) for split in found)
+    assert all(set(fewer[split]) <= set(whole[split]) for split in whole)
 
 
 def test_the_task_has_every_question_in_one_split_and_crops_images_on_demand(model, data):
@@ -200,8 +200,8 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
     # 1 ms a crop, 0.5 a block and 0.01 a token-expert pair, for the prompt and one more token. Of 8 blocks with 4
     # experts the last one sends the prompt's last token alone to them.
     full, tokens = loaded.options.full, asked[0].prompt_tokens["high"]
-    (found,) = here.estimator.estimate(asked[0].prompt_tokens, [full])
-    assert found.total_ms == pytest.approx(13 + 0.5 * 16 + 0.01 * 4 * (7 * tokens + 1 + 8))
+    (estimated,) = here.estimator.estimate(asked[0].prompt_tokens, [full])
+    assert estimated.total_ms == pytest.approx(13 + 0.5 * 16 + 0.01 * 4 * (7 * tokens + 1 + 8))
     elsewhere = replace(current_machine(), cpu="another")
     replace(estimator, machine=elsewhere).save(tmp_path / "elsewhere.json")
     strange = config(model, data, estimator=str(tmp_path / "elsewhere.json"))
