@@ -1,12 +1,12 @@
-"""Train the controller on several seeds and with several losses, evaluate each, and print what is reached.
+"""Train the controller on several seeds and with several losses, and evaluate each.
 
     clipped   group-relative advantages and the clipped surrogate, as the recipe has it
-    ranking   pairwise ranking inside a group, without the price of knobs, which would count as much as accuracy
+    ranking   pairwise ranking inside a group, without the compute cost, which would count as much as accuracy
     exact     gradient of the exact expected reward over all configurations: the upper reference, nothing is sampled
 
 All three take the same steps over as many conditions, with the recipe's learning rate and entropy bonus; the exact one
-without warm-up. Accuracy is of all test questions;
-the clipped runs are also timed and leave their evaluation in the run folder.
+without warm-up. Accuracy is of all test questions; the clipped runs are also timed and leave their evaluation in the
+run folder.
 
 python bench/controller.py --folder runs/bench-controller
 """
@@ -31,9 +31,13 @@ from groupwise.recipes import load_recipe
 from groupwise.training.evaluate import evaluate
 from groupwise.training.run_folder import RunFolder
 from groupwise.training.setup import Setup, set_up
-from groupwise.workloads.controller.evaluate.baselines import controlled, kind_oracle, lookup, oracle
-from groupwise.workloads.controller.evaluate.exact import EvaluationSet, build_evaluation_set, reward_of_configurations
-from groupwise.workloads.controller.evaluate.metrics import gap_closed
+from groupwise.workloads.controller.evaluate.baselines import (
+    controller_choices,
+    lookup_table,
+    per_question_oracle,
+    question_type_oracle,
+)
+from groupwise.workloads.controller.evaluate.exact import build_evaluation_set, reward_of_configurations
 from groupwise.workloads.controller.workload import ControllerWorkload
 
 LOSSES = ("clipped", "ranking", "exact")
@@ -50,19 +54,19 @@ def main(folder: Path = Path("runs/bench-controller"), steps: int = 1000, seeds:
         timed: Measure latency of the clipped runs too.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    judge: Callable[[ControllerWorkload], dict[str, float]] | None = None
-    found: dict[str, list[dict[str, Any]]] = {loss: [] for loss in LOSSES}
+    grade: Callable[[ControllerWorkload], dict[str, float]] | None = None
+    results: dict[str, list[dict[str, Any]]] = {loss: [] for loss in LOSSES}
     for seed in range(seeds):
         for loss in LOSSES:
             config = _config(folder / f"{loss}-{seed}", loss, steps, seed)
             workload = _trained_exactly(config) if loss == "exact" else _trained(config)
-            judge = judge or _judge(workload)
-            metrics: dict[str, Any] = judge(workload)
+            grade = grade or _grader(workload)
+            metrics: dict[str, Any] = grade(workload)
             if timed and loss == "clipped":
                 metrics |= _timed(config)
-            found[loss].append(metrics)
+            results[loss].append(metrics)
             _CONSOLE.print(f"{loss}, seed {seed}: {_line(metrics)}")
-    _summary(found)
+    _summary(results)
 
 
 def _config(run_dir: Path, loss: str, steps: int, seed: int) -> gw.Config:
@@ -98,7 +102,7 @@ def _restored(config: gw.Config) -> Setup:
 
 
 def _trained_exactly(config: gw.Config) -> ControllerWorkload:
-    """The same steps on the gradient of what the policy earns in expectation."""
+    """The same steps on the gradient of the exact expected reward."""
     workload = set_up(config).workload
     assert isinstance(workload, ControllerWorkload)
     training = workload.training
@@ -111,45 +115,49 @@ def _trained_exactly(config: gw.Config) -> ControllerWorkload:
     for step in range(config.steps):
         rows = torch.randperm(len(training), generator=source)[: config.conditions_per_step]
         logp = workload.controller.configuration_logp(training, rows)
-        earned = (logp.exp() * rewards[rows].to(logp)).flatten(1).sum(1).mean()
+        reward = (logp.exp() * rewards[rows].to(logp)).flatten(1).sum(1).mean()
         entropy = -(logp.exp() * logp).flatten(1).sum(1).mean()
         optimizer.zero_grad()
-        (-earned - config.loss.entropy_at(step / config.steps) * entropy).backward()
+        (-reward - config.loss.entropy_at(step / config.steps) * entropy).backward()
         torch.nn.utils.clip_grad_norm_(workload.policy.parameters(), config.optimizer.max_grad_norm or math.inf)
         optimizer.step()
         schedule.step()
     return workload
 
 
-def _judge(workload: ControllerWorkload) -> Callable[[ControllerWorkload], dict[str, float]]:
-    """Accuracy on the test questions, between what was chosen and what can be known; made once for all runs."""
+def _grader(workload: ControllerWorkload) -> Callable[[ControllerWorkload], dict[str, float]]:
+    """Accuracy on the test questions, between that of the lookup table and the oracles; made once for all runs."""
     task = workload.task
-    assert task.choose is not None
-    assert task.test is not None
-    choose, exam = build_evaluation_set(workload, task.choose()), build_evaluation_set(workload, task.test())
-    floor, kind, sample = (
-        float(exam.score(choices).nanmean())
-        for choices in (lookup(choose, exam), kind_oracle(choose, exam), oracle(exam))
+    assert task.selection_questions is not None
+    assert task.test_questions is not None
+    selection_set = build_evaluation_set(workload, task.selection_questions())
+    test_set = build_evaluation_set(workload, task.test_questions())
+    table, by_type, by_question = (
+        float(test_set.accuracy_of(choices).nanmean())
+        for choices in (
+            lookup_table(selection_set, test_set),
+            question_type_oracle(selection_set, test_set),
+            per_question_oracle(test_set),
+        )
     )
-    _CONSOLE.print(f"lookup table {floor:.4f}, kind oracle {kind:.4f}, per-sample oracle {sample:.4f} on {_size(exam)}")
+    _CONSOLE.print(
+        f"lookup table {table:.4f}, question-type oracle {by_type:.4f}, per-question oracle {by_question:.4f} on"
+        f" {len(test_set.questions)} test questions x {test_set.num_budgets} budgets"
+    )
 
-    def judge(trained: ControllerWorkload) -> dict[str, float]:
-        reached = float(exam.score(controlled(trained.controller, exam)).nanmean())
+    def grade(trained: ControllerWorkload) -> dict[str, float]:
+        accuracy = float(test_set.accuracy_of(controller_choices(trained.controller, test_set)).nanmean())
         return {
-            "accuracy": reached,
-            "gap_closed": _or_nan(gap_closed(floor, reached, kind)),
-            "gap_closed_per_sample": _or_nan(gap_closed(floor, reached, sample)),
+            "accuracy": accuracy,
+            "gap_closed": _gap_closed(table, accuracy, by_type),
+            "gap_closed_per_question": _gap_closed(table, accuracy, by_question),
         }
 
-    return judge
+    return grade
 
 
-def _or_nan(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _size(exam: EvaluationSet) -> str:
-    return f"{len(exam.questions)} test questions x {exam.budget_ms.shape[1]} budgets"
+def _gap_closed(floor: float, reached: float, ceiling: float) -> float:
+    return (reached - floor) / (ceiling - floor) if ceiling > floor else math.nan
 
 
 def _timed(config: gw.Config) -> dict[str, Any]:
@@ -159,7 +167,7 @@ def _timed(config: gw.Config) -> dict[str, Any]:
     metrics = evaluated.report.metrics
     return {
         "violation_rate": metrics["violations"]["controller"]["rate"],
-        "controller_share": metrics["controller_time"]["share_of_answer"],
+        "controller_share": metrics["controller_overhead"]["share_of_answer"],
     }
 
 
@@ -167,12 +175,12 @@ def _line(metrics: dict[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items())
 
 
-def _summary(found: dict[str, list[dict[str, Any]]]) -> None:
+def _summary(results: dict[str, list[dict[str, Any]]]) -> None:
     table = Table(title="Mean over seeds (lowest to highest)", title_justify="left")
-    names = list(dict.fromkeys(name for runs in found.values() for name in runs[0]))
+    names = list(dict.fromkeys(name for runs in results.values() for name in runs[0]))
     for name in ("loss", *(name.replace("_", " ") for name in names)):
         table.add_column(name)
-    for loss, runs in found.items():
+    for loss, runs in results.items():
         cells = []
         for name in names:
             values = [run[name] for run in runs if name in run]

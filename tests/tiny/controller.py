@@ -39,15 +39,17 @@ EXECUTOR = Executor(LlavaAdapter(llava_olmoe()), OPTIONS)
 
 
 def question(number: int, answers: tuple[str, ...] = ("?",)) -> Question:
-    """Two kinds, told by the first word."""
+    """Two question types, which the first word tells."""
     asked = (5 + number % 2, 7 + number % 3)
     own = replace(sample(number), name=f"sample {number} asks {asked}", question_ids=asked)
     tokens = {tier: TOKENS_PER_CROP * (1 + crops) + len(asked) for tier, crops in CROPS.items()}
-    return Question(own, " ".join(map(str, asked)), answers, tokens, image=f"image {number}", kind=str(asked[0]))
+    return Question(
+        own, " ".join(map(str, asked)), answers, tokens, image=f"image {number}", question_type=str(asked[0])
+    )
 
 
 def questions(numbers: range) -> list[Question]:
-    """The right answer is what the model says with many blocks for one kind, and with few for the other."""
+    """The right answer is what the model says with many blocks for one type, and with few for the other."""
     asked = [question(number) for number in numbers]
     settings = [Knobs("medium", 2, 4, 8 if number % 2 else 5) for number in numbers]
     found, _ = EXECUTOR.answer([AnswerRequest(each.sample, knobs) for each, knobs in zip(asked, settings, strict=True)])
@@ -65,9 +67,9 @@ class SmallConfig(ControllerConfig):
             LinearCost(),
             questions(range(8)),
             questions(range(8, 12)),
-            spell=lambda tokens: " ".join(map(str, tokens)),
-            choose=lambda: questions(range(8, 20)),
-            test=lambda: questions(range(20, 32)),
+            decode=lambda tokens: " ".join(map(str, tokens)),
+            selection_questions=lambda: questions(range(8, 20)),
+            test_questions=lambda: questions(range(20, 32)),
         )
 
 

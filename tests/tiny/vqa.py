@@ -34,6 +34,7 @@ def write_vqa(folder: Path, images: int) -> dict[str, Path]:
                     "image_id": image_id,
                     "answers": [{"answer": word, "answer_id": each + 1} for each, word in enumerate(said)],
                     "multiple_choice_answer": said[0],
+                    "question_type": f"what is word{nth}",
                 }
             )
     write(folder / "questions.json", {"data_subtype": SUBTYPE, "questions": questions})
@@ -59,6 +60,7 @@ def write_lines(folder: Path, images: int) -> dict[str, Path]:
             "image": file_name(question["image_id"]),
             "question": question["question"],
             "answers": [each["answer"] for each in annotation["answers"]],
+            "question_type": annotation["question_type"],
         }
         for question, annotation in zip(asked, answered, strict=True)
     ]

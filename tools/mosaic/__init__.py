@@ -1,0 +1,1 @@
+"""Rebuild the embedded mosaic model: `python -m tools.mosaic --help`."""

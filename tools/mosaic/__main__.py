@@ -1,41 +1,117 @@
-"""Pretrain the embedded mosaic model on the CPU; run again after a kill, and it goes on where it was.
+"""Rebuild the embedded mosaic model, step by step.
 
-python scripts/pretrain_mosaic.py --folder runs/mosaic
+    python -m tools.mosaic pretrain --folder runs/mosaic     resumes after a kill
+    python -m tools.mosaic importance                        measures the drop order of its blocks
+    python -m tools.mosaic answer-table                      precomputes its answers for the recipe `controller`
 
-To ship it, copy config.json, generation_config.json and model.safetensors into the package's asset folder, then run
-scripts/score_mosaic.py importance, scripts/remember_mosaic.py and scripts/score_mosaic.py card.
+Before `importance`, copy config.json, generation_config.json and model.safetensors from the folder into
+src/groupwise/workloads/controller/tasks/mosaic/asset.
 """
 
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import tyro
 from rich.console import Console
 
+from groupwise.workloads.controller.task import Question, Split
+from groupwise.workloads.controller.tasks.mosaic.answer_table import save_answer_table
+from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
+from groupwise.workloads.controller.tasks.mosaic.model import ASSET, load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_questions
+from tools.mosaic.answer_table import answer_in_processes
 from tools.mosaic.curriculum import PretrainConfig
+from tools.mosaic.importance import measure_importance, save_importance
 from tools.mosaic.pretrain import pretrain
 
+_CONSOLE = Console(stderr=True, soft_wrap=True, highlight=False)
+_DEFAULTS = MosaicConfig()
 
-def main(
-    folder: Path, plan: PretrainConfig, compiled: bool = True, checkpoint_every: int = 50, threads: int = 2
-) -> None:
-    """Train as planned and write the model, in bfloat16, as transformers saves it.
 
-    Args:
-        folder: Where checkpoints and the model are written.
-        plan: What the run depends on; a checkpoint of another plan is refused.
-        compiled: Compile the training pass; needs a C++ compiler.
-        checkpoint_every: Steps between checkpoints.
-        threads: Of the processor, no more than there are free cores. Another number rounds differently.
-    """
-    torch.set_num_threads(threads)
-    console = Console(soft_wrap=True, highlight=False)
-    started = time.monotonic()
-    learner = pretrain(plan, folder, say=console.print, compiled=compiled, checkpoint_every=checkpoint_every)
-    learner.model.to(torch.bfloat16).save_pretrained(folder)
-    console.print(f"{(time.monotonic() - started) / 60:.1f} minutes in this call; the model is in {folder}")
+@dataclass(frozen=True)
+class PretrainCommand:
+    """Train the model on the CPU and write it, in bfloat16, as transformers saves it."""
+
+    folder: Path
+    """Where checkpoints and the model are written."""
+    config: PretrainConfig = field(default_factory=PretrainConfig)
+    """What the run depends on; a checkpoint of another config is refused."""
+    compiled: bool = True
+    """Compile the training pass; needs a C++ compiler."""
+    checkpoint_every: int = 50
+    """Steps between checkpoints."""
+    threads: int = 2
+    """CPU threads. Another number rounds differently."""
+
+    def run(self) -> None:
+        torch.set_num_threads(self.threads)
+        learner = pretrain(
+            self.config,
+            self.folder,
+            print_line=_CONSOLE.print,
+            compiled=self.compiled,
+            checkpoint_every=self.checkpoint_every,
+        )
+        learner.model.to(torch.bfloat16).save_pretrained(self.folder)
+        _CONSOLE.print(f"The model is in {self.folder}.")
+
+
+@dataclass(frozen=True)
+class ImportanceCommand:
+    """Write importance.json: what dropping each block adds to the loss on validation mosaics."""
+
+    mosaics: int = 200
+    """With two questions of every type each."""
+
+    def run(self) -> None:
+        questions = make_question_set(HandwritingSplit.VALIDATION, self.mosaics)
+        order = save_importance(ASSET, measure_importance(load_mosaic(), questions, _CONSOLE.print))
+        _CONSOLE.print(f"Drop order: {order}")
+
+
+@dataclass(frozen=True)
+class AnswerTableCommand:
+    """Write answers.npz: answers under every configuration; some seconds per mosaic on one thread."""
+
+    train: int = _DEFAULTS.mosaics
+    """Mosaics of the training split, with one question of every type each."""
+    select: int = max(_DEFAULTS.selection_mosaics, _DEFAULTS.held_out_mosaics)
+    """Mosaics of the selection split."""
+    test: int = _DEFAULTS.test_mosaics
+    """Mosaics of the test split."""
+    question_seed: int = _DEFAULTS.question_seed
+    """As in the recipe."""
+    processes: int = 2
+    """Each on one thread."""
+
+    def run(self) -> None:
+        started = time.monotonic()
+        questions: list[Question] = []
+        for split, mosaics in {Split.TRAIN: self.train, Split.SELECT: self.select, Split.TEST: self.test}.items():
+            questions += mosaic_questions(split, mosaics, seed=self.question_seed)
+
+        def print_progress(done: int) -> None:
+            _CONSOLE.print(f"{done} of {len(questions)} questions, {time.monotonic() - started:.0f} s")
+
+        tokens = answer_in_processes(questions, processes=self.processes, on_progress=print_progress)
+        path = save_answer_table([question.sample.name for question in questions], tokens)
+        _CONSOLE.print(f"{len(questions)} questions under {tokens.shape[1]} configurations: {path}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    commands: dict[str, Callable[..., Any]] = {
+        "pretrain": PretrainCommand,
+        "importance": ImportanceCommand,
+        "answer-table": AnswerTableCommand,
+    }
+    tyro.extras.subcommand_cli_from_dict(commands, prog="python -m tools.mosaic", args=arguments).run()
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    main()

@@ -1,8 +1,8 @@
-"""A training pass over OLMoE's own weights that computes all experts as two matrix products.
+"""A training pass over OLMoE's weights that computes all experts as two matrix products.
 
-Equal to transformers' pass (a test compares them) and made for training at this size: half of the products are wasted
-on experts with weight zero, but nothing is gathered, sorted or looped over, and one block compiles to a few kernels.
-Many questions share one prefix under a block mask.
+Equal to transformers' pass (a test compares them) and made for training at this size: half of the products have weight
+zero, but there is no gather, sort or loop, and one block compiles to a few kernels. Many questions share one prefix
+under a block mask.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ BlockPass = Callable[..., tuple[Tensor, Tensor]]
 
 
 def block_weights(block: Any) -> tuple[Tensor, ...]:
-    """Return the weights of one OLMoE block in the order `block_pass` takes them."""
+    """The weights of one OLMoE block in the order `block_pass` takes them."""
     attention, mlp = block.self_attn, block.mlp
     return (
         block.input_layernorm.weight,
@@ -78,28 +78,28 @@ def block_pass(  # noqa: PLR0913, PLR0917
     top_k: int,
     heads: int,
 ) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, ""]]:
-    """Return the block's output, and a loss of its routing that is 1 when experts are chosen equally often.
+    """The block's output, and a loss of its routing that is 1 when all experts are chosen equally often.
 
     `last_rank` is the wanted top-k minus one: a tensor, so that another top-k needs no other compilation.
     """
     normed = rms_norm(hidden, attention_norm)
-    queries = _turn(_split(rms_norm(functional.linear(normed, query), query_norm), heads), cos, sin)
-    keys = _turn(_split(rms_norm(functional.linear(normed, key), key_norm), heads), cos, sin)
+    queries = _apply_rotary(_split(rms_norm(functional.linear(normed, query), query_norm), heads), cos, sin)
+    keys = _apply_rotary(_split(rms_norm(functional.linear(normed, key), key_norm), heads), cos, sin)
     values = _split(functional.linear(normed, value), heads)
     mixed = _attend(queries, keys, values, visible)
     hidden = hidden + functional.linear(mixed.transpose(1, 2).flatten(2), output)
 
     normed = rms_norm(hidden, expert_norm).flatten(0, 1)
-    chances = torch.softmax(functional.linear(normed, router), dim=-1)
-    threshold = torch.topk(chances.detach(), top_k, dim=-1).values.index_select(1, last_rank)
-    chosen = (chances >= threshold).to(chances.dtype)
+    probabilities = torch.softmax(functional.linear(normed, router), dim=-1)
+    threshold = torch.topk(probabilities.detach(), top_k, dim=-1).values.index_select(1, last_rank)
+    chosen = (probabilities >= threshold).to(probabilities.dtype)
     experts, doubled, width = gate_up.shape
     inner = doubled // 2
     stacked = gate_up.view(experts, 2, inner, width).transpose(0, 1).reshape(2 * experts * inner, width)
     gate, up = functional.linear(normed, stacked).chunk(2, dim=-1)
-    weighted = functional.silu(gate) * up * (chances * chosen).repeat_interleave(inner, dim=1)
+    weighted = functional.silu(gate) * up * (probabilities * chosen).repeat_interleave(inner, dim=1)
     added = weighted @ down.transpose(1, 2).reshape(experts * inner, width)
-    balance = (chances.mean(0) * chosen.mean(0)).sum() * experts / chosen.sum(1).mean()
+    balance = (probabilities.mean(0) * chosen.mean(0)).sum() * experts / chosen.sum(1).mean()
     return hidden + added.view_as(hidden), balance
 
 
@@ -118,7 +118,7 @@ def _split(hidden: Tensor, heads: int) -> Tensor:
     return hidden.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def _turn(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _apply_rotary(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = hidden.chunk(2, dim=-1)
     return hidden * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -126,19 +126,19 @@ def _turn(hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def text_pass(
     model: LlavaForConditionalGeneration,
     embeddings: Float[Tensor, "rows tokens width"],
-    packing: SharedPrefixLayout,
+    layout: SharedPrefixLayout,
     *,
     blocks: Sequence[int],
     top_k: int,
     insertion_position: int = 1,
     run_block: BlockPass = block_pass,
 ) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, ""]]:
-    """Run these blocks; return the last hidden states and the mean loss of routing.
+    """The last hidden states after these blocks, and the mean loss of routing.
 
     Blocks before `insertion_position` run with the model's own top-k, the others with `top_k`.
     """
     text = model.model.language_model
-    cos, sin = text.rotary_emb(embeddings, packing.positions[None])
+    cos, sin = text.rotary_emb(embeddings, layout.positions[None])
     hidden, balance = embeddings, embeddings.new_zeros(())
     config = text.config
     full_rank, last_rank = torch.tensor([config.num_experts_per_tok - 1]), torch.tensor([top_k - 1])
@@ -146,7 +146,7 @@ def text_pass(
         hidden, block_balance = run_block(
             hidden,
             *block_weights(text.layers[block]),
-            packing.visible,
+            layout.visible,
             cos[0],
             sin[0],
             full_rank if block < insertion_position else last_rank,

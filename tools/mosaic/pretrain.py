@@ -1,6 +1,4 @@
-"""The pretraining loop: any step can be left and taken up again, and the weights come out the same.
-Initial weights: sizes such that 16 blocks start close to the identity, and words that already speak of places.
-"""
+"""The pretraining run of the mosaic model: initial weights, and a loop that resumes bit-identically after a kill."""
 
 import math
 import time
@@ -10,43 +8,43 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import LlavaForConditionalGeneration
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
 from tools.mosaic.curriculum import PretrainConfig
 from tools.mosaic.dense_forward import BlockPass, block_pass
-from tools.mosaic.losses import Learner, Outcome, alignment_step, text_step
+from tools.mosaic.losses import Learner, StepOutcome, alignment_step, text_step
 from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _WORD_STD = 0.5
 _HEAD_OF_WORD = 0.2
-# Queries and keys start this much longer than normed, so that attention can tell one tile from twelve.
+# Queries and keys start longer than normed, so that attention can tell one tile from twelve.
 _SHARPNESS = 1.4
-# Experts start this much louder than attention: what they add is then not soon overheard.
+# Experts start with a larger output than attention, so that their contribution is not lost.
 _EXPERT_GAIN = 3.0
 
 
-def build(config: object, seed: int) -> LlavaForConditionalGeneration:
-    """Return an untrained model with weights drawn from `seed`."""
+def build(config: LlavaConfig, seed: int) -> LlavaForConditionalGeneration:
+    """An untrained model, whose blocks start close to the identity."""
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config)
-    _start_words(model)
-    _start_blocks(model)
+    _init_words(model)
+    _init_blocks(model)
     return model
 
 
 @torch.no_grad()
-def _start_words(model: LlavaForConditionalGeneration) -> None:
+def _init_words(model: LlavaForConditionalGeneration) -> None:
     words = model.model.language_model.embed_tokens.weight
     words.normal_(0, _WORD_STD)
     words[PAD_TOKEN] = 0
-    # What a position says is first read off by likeness to the word itself.
+    # The output head starts as a similarity to the word embeddings.
     model.lm_head.weight.copy_(words * _HEAD_OF_WORD)
 
 
 @torch.no_grad()
-def _start_blocks(model: LlavaForConditionalGeneration) -> None:
+def _init_blocks(model: LlavaForConditionalGeneration) -> None:
     text = model.config.text_config
     into = text.hidden_size**-0.5
     residual = 1 / math.sqrt(2 * text.num_hidden_layers)
@@ -73,33 +71,33 @@ _TEXT = ("model.model.language_model.", "model.lm_head.")
 
 
 def pretrain(
-    plan: PretrainConfig,
+    config: PretrainConfig,
     folder: Path,
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     compiled: bool = True,
     stop_after: int | None = None,
     checkpoint_every: int = 50,
 ) -> Learner:
-    """Train as planned, going on from the checkpoint in `folder` if there is one of the same plan.
+    """Train, resuming from the checkpoint in `folder` if there is one of the same config.
 
-    `stop_after` ends the call early at that step, as a kill would.
+    `stop_after` ends the call after that step, as a kill would.
     """
     handwriting = load_handwriting(HandwritingSplit.TRAIN)
-    learner = Learner(build(plan.size.config(), plan.seed)).train()
+    learner = Learner(build(config.size.config(), config.seed)).train()
     optimizer = _optimizer(learner)
-    first = restore_pretraining_state(folder, plan, learner, optimizer)
+    first = restore_pretraining_state(folder, config, learner, optimizer)
     run_block: BlockPass = torch.compile(block_pass, dynamic=False) if compiled else block_pass
-    watch = _ProgressLog(plan, first, say)
-    for step in range(first, plan.steps if stop_after is None else stop_after):
-        if step < plan.alignment_steps:
-            outcome = alignment_step(learner, handwriting, plan, step)
+    progress = _ProgressLog(config, first, print_line)
+    for step in range(first, config.steps if stop_after is None else stop_after):
+        if step < config.alignment_steps:
+            outcome = alignment_step(learner, handwriting, config, step)
         else:
-            outcome = text_step(learner, handwriting, plan, step, run_block)
-        _update(learner, optimizer, outcome, plan, step)
-        watch.note(step, outcome)
-        if (step + 1) % checkpoint_every == 0 or step + 1 == plan.steps:
-            save_pretraining_state(folder, plan, learner, optimizer, step + 1)
+            outcome = text_step(learner, handwriting, config, step, run_block)
+        _update(learner, optimizer, outcome, config, step)
+        progress.record(step, outcome)
+        if (step + 1) % checkpoint_every == 0 or step + 1 == config.steps:
+            save_pretraining_state(folder, config, learner, optimizer, step + 1)
     return learner.eval()
 
 
@@ -120,9 +118,9 @@ def _optimizer(learner: nn.Module) -> torch.optim.Optimizer:
 
 
 def _update(
-    learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome, plan: PretrainConfig, step: int
+    learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: StepOutcome, config: PretrainConfig, step: int
 ) -> None:
-    learning_rate, vision_learning_rate = plan.learning_rate(step), plan.vision_learning_rate(step)
+    learning_rate, vision_learning_rate = config.learning_rate(step), config.vision_learning_rate(step)
     for group in optimizer.param_groups:
         group["lr"] = vision_learning_rate if group["is_vision"] else learning_rate
     optimizer.zero_grad(set_to_none=True)
@@ -132,19 +130,21 @@ def _update(
 
 
 class _ProgressLog:
-    """Say now and then how far the run is and what it gets right."""
+    """Prints the mean loss and accuracies of the last steps."""
 
-    def __init__(self, plan: PretrainConfig, first: int, say: Callable[[str], None], every: int = 25) -> None:
-        self.plan, self.first, self.say, self.every = plan, first, say, every
+    def __init__(self, config: PretrainConfig, first: int, print_line: Callable[[str], None], every: int = 25) -> None:
+        self.config, self.first, self.print_line, self.every = config, first, print_line, every
         self.started = time.monotonic()
-        self.shares: dict[str, list[float]] = defaultdict(list)
+        self.fractions: dict[str, list[float]] = defaultdict(list)
 
-    def note(self, step: int, outcome: Outcome) -> None:
-        self.shares["loss"].append(outcome.loss.item())
-        for name, share in outcome.shares.items():
-            self.shares[name].append(share)
+    def record(self, step: int, outcome: StepOutcome) -> None:
+        self.fractions["loss"].append(outcome.loss.item())
+        for name, value in outcome.fractions.items():
+            self.fractions[name].append(value)
         if (step + 1) % self.every == 0:
             minutes = (time.monotonic() - self.started) / 60
-            means = "  ".join(f"{name} {sum(v) / len(v):.2f}" for name, v in sorted(self.shares.items()))
-            self.say(f"step {step + 1}/{self.plan.steps}  {minutes:.1f} min  {means}")
-            self.shares.clear()
+            means = "  ".join(
+                f"{name} {sum(values) / len(values):.2f}" for name, values in sorted(self.fractions.items())
+            )
+            self.print_line(f"step {step + 1}/{self.config.steps}  {minutes:.1f} min  {means}")
+            self.fractions.clear()

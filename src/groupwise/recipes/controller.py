@@ -11,15 +11,17 @@ from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 def recipe() -> Config:
     return Config(
         MosaicConfig(
-            BudgetConfig((0.62, 0.66, 0.7, 0.74, 0.78, 0.82), on_impossible="cheapest"),
-            # fewer than by default, so that training and judging take no more than minutes
-            eval=ControllerEvalConfig(timed_answers=60, timed_answers_of_others=15, runs_of_singles=1),
+            BudgetConfig((0.62, 0.66, 0.7, 0.74, 0.78, 0.82), on_infeasible="cheapest"),
+            # fewer than by default, so that training and evaluation take no more than minutes
+            eval=ControllerEvalConfig(
+                timed_answers=60, timed_answers_other_methods=15, timed_answers_per_configuration=1
+            ),
         ),
         steps=1000,
         conditions_per_step=64,
         group_size=16,
         rows_per_pass=512,
-        # Within a guaranteed budget time is nearly free: the small price settles ties, so that most groups have spread.
+        # With hard enforcement latency has no price: a small compute cost breaks ties, so that most groups have spread.
         reward=RewardConfig(weights={"compute_cost": 0.2}),
         advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.04, entropy_end=0.0),

@@ -10,16 +10,22 @@ from pathlib import Path
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.training.config import Config, OptimizerConfig
+from groupwise.workloads.controller.config import ControllerEvalConfig
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 
 
 def recipe() -> Config:
     return Config(
-        VqaConfig(rewards=RewardFunctionsConfig(functions=("vqa",)), answers=Path("runs/controller-molmoe-answers.db")),
+        VqaConfig(
+            rewards=RewardFunctionsConfig(functions=("vqa",)),
+            answers=Path("runs/controller-molmoe-answers.db"),
+            # imitation needs the answers to every training question under every configuration
+            eval=ControllerEvalConfig(imitation_steps=0),
+        ),
         steps=500,
         conditions_per_step=64,
         group_size=8,
-        rows_per_pass=64,  # 64 conditions x 8 members = 8 ranks x 1 pass: everything of a rank in one batch
+        rows_per_pass=64,  # 64 conditions x 8 members = 8 ranks x 1 pass
         reward=RewardConfig(weights={"compute_cost": 0.0}),
         advantage=AdvantageConfig(kind="centered"),
         loss=LossConfig(entropy=0.01),

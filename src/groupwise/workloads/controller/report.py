@@ -21,33 +21,32 @@ class ControllerReporter(Reporter):
 
     def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
         rows, choices = rollouts.data["condition"], rollouts.data["choices"]
-        medians, highs = (
-            value_of_choices(tables, choices).tolist() for tables in self._workload.training.estimates(rows)
-        )
-        questions, knobs = self._workload.training.question_of(rows), choices_to_knobs(self._workload.options, choices)
+        conditions = self._workload.training
+        medians, uppers = (value_of_choices(tables, choices).tolist() for tables in conditions.estimates(rows))
+        questions, knobs = conditions.question_of(rows), choices_to_knobs(self._workload.options, choices)
         return [
             {
                 "image": question.image or question.sample.name,
                 "question": question.text,
-                "knobs": vars(knobs[nth]),
-                "answer": rollouts.data["answer"][nth],
+                "knobs": vars(knobs[index]),
+                "answer": rollouts.data["answer"][index],
                 "right_answers": list(question.answers),
-                "budget": str(self._workload.training.budget_of(row)),
-                "budget_ms": float(self._workload.training.budget_ms[row]),
-                "estimated_ms": medians[nth],
-                "estimated_upper_ms": highs[nth],
-                "nothing_fits": bool(self._workload.training.impossible[row]),
+                "budget": str(conditions.budget_of(row)),
+                "budget_ms": float(conditions.budget_ms[row]),
+                "estimated_ms": medians[index],
+                "estimated_upper_ms": uppers[index],
+                "infeasible": bool(conditions.infeasible[row]),
             }
-            for nth, (row, question) in enumerate(zip(rows.tolist(), questions, strict=True))
+            for index, (row, question) in enumerate(zip(rows.tolist(), questions, strict=True))
         ]
 
     def preflight_notes(self) -> Sequence[str]:
-        parts = parameter_counts(self._workload.policy)
-        counted = ", ".join(f"{name} {count:,}" for name, count in parts.items())
-        return [f"the controller has {sum(parts.values()):,} numbers: {counted}", *self._workload.task.notes]
+        counts = parameter_counts(self._workload.policy)
+        by_part = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+        return [f"the controller has {sum(counts.values()):,} parameters: {by_part}", *self._workload.task.notes]
 
     def final_report(self) -> EvaluationReport | None:
-        """Measured answers to test questions, beside baselines; None where the task has no test questions."""
+        """Accuracy and measured latency on test questions, beside baselines; None where the task has no test split."""
         from groupwise.workloads.controller.evaluate.report import evaluate_controller
 
-        return evaluate_controller(self._workload) if self._workload.task.test is not None else None
+        return evaluate_controller(self._workload) if self._workload.task.test_questions is not None else None

@@ -1,14 +1,13 @@
 """The reward terms of an answer: accuracy (exact, vqa, or a user's function), and what its configuration costs.
 
     accuracy         how right the answer is, 0 to 1
-    late_penalty     -0.5 sigmoid(10 (r - 1))                               with soft budgets only
-    overrun_penalty  -10 max(0, r - 1)^2                                    with soft budgets only
-    time_saved       0.1 (1 - r) where r <= 1, else 0                       with soft budgets only
+    late_penalty     -0.5 sigmoid(10 (r - 1))                               with soft enforcement only
+    overrun_penalty  -10 max(0, r - 1)^2                                    with soft enforcement only
+    time_saved       0.1 (1 - r) where r <= 1, else 0                       with soft enforcement only
     compute_cost     -0.05 (crops / most crops + top_k / (4 full top_k) + blocks / all blocks) / 3
 
-r is the estimated median latency over the budget, both of the same scope: the same choice always has the same reward.
-With 12 crops, top-8 and 16 blocks the cost is that of the formula's source, -0.05 (crops / 12 + top_k / 32 +
-blocks / 16) / 3.
+r is the estimated median over the budget, both of the same scope. With 12 crops, top-8 and 16 blocks the compute cost
+is that of the formula's source, -0.05 (crops / 12 + top_k / 32 + blocks / 16) / 3.
 """
 
 from __future__ import annotations
@@ -93,11 +92,9 @@ def reward_functions(config: RewardFunctionsConfig) -> dict[str, RewardFunction]
 
 
 def cost_table(options: KnobOptions) -> KnobTable:
-    """`compute_cost` of every configuration."""
-    most_crops, most_experts = (
-        max(1, *options.crops_by_tier.values()),
-        4 * max(1, options.full_top_k),
-    )  # dense models have none
+    """The term `compute_cost` of every configuration."""
+    most_crops = max(1, *options.crops_by_tier.values())
+    most_experts = 4 * max(1, options.full_top_k)  # dense models have none
     crops = torch.tensor(list(options.crops_by_tier.values()), dtype=torch.float64) / most_crops
     top_ks = torch.tensor(list(options.top_ks), dtype=torch.float64) / most_experts
     blocks = torch.tensor(list(options.block_totals), dtype=torch.float64) / options.total_blocks
@@ -106,7 +103,7 @@ def cost_table(options: KnobOptions) -> KnobTable:
 
 
 def penalty_terms(ratio: Float[Tensor, "*rows"]) -> dict[str, Float[Tensor, "*rows"]]:
-    """What missing the budget costs, and what staying under it earns."""
+    """Penalties for exceeding the budget, and a bonus for staying under it."""
     return {
         "late_penalty": -0.5 * torch.sigmoid(10 * (ratio - 1)),
         "overrun_penalty": -10 * (ratio - 1).clamp(min=0) ** 2,

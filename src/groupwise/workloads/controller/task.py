@@ -1,9 +1,10 @@
-"""What a controller is trained on: a frozen model, questions about images, and what answers are estimated to take."""
+"""What a task gives to the controller workload: a frozen model, questions by split, and a latency estimator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.latency.estimates import KnobLatencyModel
@@ -12,9 +13,19 @@ from groupwise.workloads.controller.model.answer_cache import AnswerCache, answe
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixStates
 
 
+class Split(StrEnum):
+    """What a question is used for. No image is in two splits."""
+
+    TRAIN = "train"
+    SELECT = "select"
+    """Held-out metrics during training, and choosing the baselines of the final evaluation."""
+    TEST = "test"
+    """The final evaluation alone."""
+
+
 @dataclass(frozen=True)
 class Question:
-    """One thing to ask, with what is known about it."""
+    """One question about one image."""
 
     sample: Sample
     text: str
@@ -24,13 +35,13 @@ class Question:
     """Length of the prompt at every tier, image tokens included."""
     image: str = ""
     """A name for people."""
-    kind: str = ""
-    """What sort of question it is, as far as can be told from the question; the controller is not told."""
+    question_type: str = ""
+    """Known from the question alone, such as "how many"; the controller does not see it."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """What a task's model is and how it is asked: enough to use a trained controller without the task."""
+    """Where a task's model comes from and how it is prompted: enough to use a trained controller without the task."""
 
     model: str
     """As `load_model` takes it."""
@@ -45,29 +56,29 @@ class ModelSource:
 class Task:
     executor: Executor
     answers: AnswerCache
-    """What is known already. Its name must tell the model and the way to stop."""
+    """Answers computed so far. Its name must identify the model and the stopping rule."""
     estimator: KnobLatencyModel
     questions: Sequence[Question]
-    """To train on."""
+    """The training split."""
     held_out: Sequence[Question]
-    """To look at while training; what decides between methods in the end must be others still."""
-    spell: Callable[[Sequence[int]], str]
+    """Questions of the selection split for metrics during training."""
+    decode: Callable[[Sequence[int]], str]
     """Text of an answer's tokens."""
     max_new_tokens: int = 1
     stop_token: int | None = None
     source: ModelSource | None = None
-    """None where the model cannot be loaded again by its name: checkpoints are then of no use without the task."""
+    """None where the model cannot be loaded again by name: checkpoints then need the task."""
     notes: Sequence[str] = ()
-    """What a person should know before training."""
-    choose: Callable[[], Sequence[Question]] | None = None
-    """Questions that baselines are chosen on in the final evaluation; None takes those held out."""
-    test: Callable[[], Sequence[Question]] | None = None
-    """Questions that nothing was trained or chosen on, for the final evaluation; None leaves it out."""
+    """Shown before training."""
+    selection_questions: Callable[[], Sequence[Question]] | None = None
+    """Questions on which the final evaluation chooses its baselines; None uses `held_out`."""
+    test_questions: Callable[[], Sequence[Question]] | None = None
+    """The test split, for the final evaluation; None leaves it out."""
 
     def __post_init__(self) -> None:
         for name in ("questions", "held_out"):
             if not getattr(self, name):
-                raise UserError(f"The task has no {name}: it needs at least one question there.")
+                raise UserError(f"The task's {name} are empty. Give it at least one question there.")
         for question in (*self.questions, *self.held_out):
             if not question.answers:
                 raise UserError(
@@ -76,7 +87,7 @@ class Task:
                 )
 
     def answer(self, requests: Sequence[AnswerRequest], prefix: PrefixStates | None = None) -> list[str]:
-        """What the model says to each request, computed together or remembered."""
+        """The model's answer to each request, from the cache or computed in one batch."""
         tokens = answer_with_cache(
             self.executor,
             self.answers,
@@ -85,16 +96,16 @@ class Task:
             max_new_tokens=self.max_new_tokens,
             stop_token=self.stop_token,
         )
-        return [self.spell(entry) for entry in tokens]
+        return [self.decode(entry) for entry in tokens]
 
-    def answer_all(self, question: Question) -> list[str]:
-        """What the model says under every configuration, in the order of `KnobOptions.configurations()`."""
+    def answer_all_configurations(self, question: Question, *, rows_per_pass: int) -> list[str]:
+        """The model's answer to a question under every configuration, in the order of `options.configurations()`."""
         shipped = (
             self.answers.precomputed.get_all(question.sample.name) if self.answers.precomputed is not None else None
         )
         if shipped is None:
-            return self.answer(
-                [AnswerRequest(question.sample, knobs) for knobs in self.executor.options.configurations()]
-            )
-        texts = {tokens: self.spell(tokens) for tokens in set(shipped)}
+            requests = [AnswerRequest(question.sample, knobs) for knobs in self.executor.options.configurations()]
+            batches = (requests[first : first + rows_per_pass] for first in range(0, len(requests), rows_per_pass))
+            return [text for batch in batches for text in self.answer(batch)]
+        texts = {tokens: self.decode(tokens) for tokens in set(shipped)}
         return [texts[tokens] for tokens in shipped]

@@ -25,7 +25,7 @@ from groupwise.workloads.controller.policy.hidden_states import HiddenStateCache
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.task import Question
 
-_ONE_BUDGET = BudgetConfig((1.0,), respect="penalty")
+_ONE_BUDGET = BudgetConfig((1.0,), enforcement="soft")
 
 
 def trace_controller(

@@ -1,4 +1,4 @@
-"""The controller as a workload: a condition is a question and a budget, a rollout is a row of four decisions."""
+"""The controller as a workload: a condition is a question and a budget, a rollout is four decisions about knobs."""
 
 from __future__ import annotations
 
@@ -37,40 +37,45 @@ from groupwise.workloads.controller.task import Question, Task
 
 
 class ControllerWorkload(Workload):
-    """Trains the knobs of a frozen model; its answers and hidden states are computed once and remembered."""
+    """Trains the choice of a frozen model's knobs; answers and hidden states are computed once and cached."""
 
     def __init__(self, task: Task, config: ControllerConfig, device: torch.device):
         from groupwise.workloads.controller.report import ControllerReporter
 
         self.reporter = ControllerReporter(self)
         self.task, self.config, self.options = task, config, task.executor.options
-        every = (*task.questions, *task.held_out)
-        check_annotators(config.rewards, [question.answers for question in every])
+        questions = (*task.questions, *task.held_out)
+        check_annotators(config.rewards, [question.answers for question in questions])
         self._functions = reward_functions(config.rewards)
-        self.cost = cost_table(self.options)
+        self.compute_cost = cost_table(self.options)
         self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
         self.num_conditions = len(self.training)
         hidden_states = HiddenStateCache(task.executor)
         self.policy = ControllerNetwork(hidden_states.width, self.options, seed=config.policy_seed).to(device)
         self.controller = Controller(self.policy, hidden_states, device)
-        self.introduce(every)
+        self.register_precomputed(questions)
         self.row_limits = {"eval_rows": config.eval_rows_per_pass}
 
-    def introduce(self, questions: Sequence[Question]) -> None:
-        """Let questions about one picture be looked at together, if their answers are there already."""
+    @property
+    def eval_rows(self) -> int:
+        """Rows in one batch of an evaluation; halved after an out-of-memory error."""
+        return self.row_limits["eval_rows"]
+
+    def register_precomputed(self, questions: Sequence[Question]) -> None:
+        """Let questions about one image share its prefill, if their answers are precomputed."""
         shipped = self.task.answers.precomputed
         if shipped is not None:
             known = [question for question in questions if shipped.get_all(question.sample.name) is not None]
             self.controller.hidden_states.register(known)
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
-        """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""
+        """Decide and answer, `rows_per_pass` rows at a time."""
         return concatenate_rollouts([self._rollout(part) for part in rows.passes()])
 
     def _rollout(self, rows: RolloutRows) -> Rollouts:
-        chances = torch.cat([rows.uniform(decision) for decision in range(len(DECISIONS))], dim=1)
-        decided = self.controller.decide(self.training, rows.condition, sample_option(chances))
+        uniforms = torch.cat([rows.uniform(decision) for decision in range(len(DECISIONS))], dim=1)
+        decided = self.controller.decide(self.training, rows.condition, sample_option(uniforms))
         return Rollouts(
             self.training.group_ids[rows.condition],
             decided.logp,
@@ -83,13 +88,12 @@ class ControllerWorkload(Workload):
         )
 
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
-        rows, choices, said = (rollouts.data[name] for name in ("condition", "choices", "answer"))
+        rows, choices, answers = (rollouts.data[name] for name in ("condition", "choices", "answer"))
         medians, _ = self.training.estimates(rows)
-        graded = self.grade_answers(self.training.question_of(rows), said)
-        rest = self.terms_of(
-            value_of_choices(medians, choices) / self.training.budget_ms[rows], self.cost[choices.unbind(1)]
-        )
-        return RewardTerms({**graded.per_rollout, **rest}, graded.failures)
+        graded = self.grade(self.training.question_of(rows), answers)
+        budget_ratio = value_of_choices(medians, choices) / self.training.budget_ms[rows]
+        other_terms = self.latency_terms(budget_ratio, self.compute_cost[choices.unbind(1)])
+        return RewardTerms({**graded.per_rollout, **other_terms}, graded.failures)
 
     def score(self, rollouts: Rollouts) -> Scores:
         choices = rollouts.data["choices"]
@@ -99,31 +103,35 @@ class ControllerWorkload(Workload):
     def evaluate(self) -> Mapping[str, float]:
         """Greedy choices on held-out questions under every budget; latency is estimated, not measured."""
         budgets = self.config.budget.budgets
-        impossible = torch.cat([self.training.impossible, self.held_out.impossible])
-        accuracy, over, ms = (torch.cat(column).view(-1, len(budgets)) for column in zip(*self._greedy(), strict=True))
+        infeasible = torch.cat([self.training.infeasible, self.held_out.infeasible])
+        accuracy, over_budget, estimated_ms = (
+            torch.cat(column).view(-1, len(budgets)) for column in zip(*self._evaluate_greedy(), strict=True)
+        )
         return {
-            "accuracy, greedy": accuracy.nanmean().item(),
-            **{f"accuracy at {budget}": accuracy[:, nth].nanmean().item() for nth, budget in enumerate(budgets)},
-            "estimated over budget": over.mean().item(),
-            "estimated ms": ms.mean().item(),
-            "conditions that nothing fits": impossible.double().mean().item(),
+            "accuracy_greedy": accuracy.nanmean().item(),
+            **{
+                f"accuracy_at_{budget.label}": accuracy[:, index].nanmean().item()
+                for index, budget in enumerate(budgets)
+            },
+            "estimated_over_budget_fraction": over_budget.mean().item(),
+            "estimated_ms": estimated_ms.mean().item(),
+            "infeasible_fraction": infeasible.double().mean().item(),
         }
 
-    def _greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        found = []
-        for rows in torch.arange(len(self.held_out)).split(self.row_limits["eval_rows"]):
+    def _evaluate_greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Accuracy, whether over budget, and estimated milliseconds of held-out conditions, batch by batch."""
+        batches = []
+        for rows in torch.arange(len(self.held_out)).split(self.eval_rows):
             decided = self.controller.decide(self.held_out, rows, greedy_option)
             questions, choices = self.held_out.question_of(rows), decided.choices
-            said = self.answer(questions, choices, decided.prefix)
-            accuracy = self.grade_answers(questions, said).per_rollout[ACCURACY]
+            accuracy = self.grade(questions, self.answer(questions, choices, decided.prefix)).per_rollout[ACCURACY]
+            over_budget = self.held_out.over_budget(rows, choices).double()
             medians, _ = self.held_out.estimates(rows)
-            found.append(
-                (accuracy, self.held_out.over_budget(rows, choices).double(), value_of_choices(medians, choices))
-            )
-        return found
+            batches.append((accuracy, over_budget, value_of_choices(medians, choices)))
+        return batches
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
-        """A checkpoint tells what `AdaptiveModel` needs besides the weights."""
+        """What `AdaptiveModel` needs besides the weights."""
         if self.task.source is None:
             return {}
         return settings_to_files(settings_from_task(self.task, self.training, self.controller.hidden_states.width))
@@ -131,13 +139,13 @@ class ControllerWorkload(Workload):
     def answer(
         self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: PrefixStates | None = None
     ) -> list[str]:
-        """What the model says under these knobs, all together."""
-        knobs = choices_to_knobs(self.options, choices)
-        requests = [AnswerRequest(question.sample, each) for question, each in zip(questions, knobs, strict=True)]
+        """The model's answers under the chosen knobs, in one batch."""
+        settings = choices_to_knobs(self.options, choices)
+        requests = [AnswerRequest(question.sample, knobs) for question, knobs in zip(questions, settings, strict=True)]
         return self.task.answer(requests, prefix)
 
-    def grade_answers(self, questions: Sequence[Question], answers: Sequence[str]) -> RewardTerms:
-        """Accuracy and any further reward function of each answer; missing where a function failed."""
+    def grade(self, questions: Sequence[Question], answers: Sequence[str]) -> RewardTerms:
+        """Accuracy and any further reward of each answer; missing where a function failed."""
         return call_rewards(
             self._functions,
             [question.text for question in questions],
@@ -146,6 +154,9 @@ class ControllerWorkload(Workload):
             images=[question.image for question in questions],
         )
 
-    def terms_of(self, ratio: Float[Tensor, "*rows"], cost: Float[Tensor, "*rows"]) -> dict[str, Tensor]:
-        """The terms of a configuration. Within a guaranteed budget time has no price: only the configuration has."""
-        return {**({} if self.config.budget.guaranteed else penalty_terms(ratio)), "compute_cost": cost}
+    def latency_terms(
+        self, budget_ratio: Float[Tensor, "*rows"], compute_cost: Float[Tensor, "*rows"]
+    ) -> dict[str, Tensor]:
+        """All terms but accuracy. With hard enforcement latency has no price, only the configuration's compute."""
+        penalties = {} if self.config.budget.is_hard else penalty_terms(budget_ratio)
+        return {**penalties, "compute_cost": compute_cost}

@@ -30,7 +30,8 @@ from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.serving.adaptive import make_question
-from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_questions
+from groupwise.workloads.controller.task import Split
+from groupwise.workloads.controller.tasks.mosaic.task import mosaic_questions
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 
 CPU = torch.device("cpu")
@@ -47,7 +48,7 @@ def recipe(folder: Path) -> gw.Config:
         annotations=folder / "data" / "annotations.json",
         dtype="float32",
         rewards=RewardFunctionsConfig(functions=("vqa",)),
-        held_out_share=0.3,
+        selection_share=0.3,
         estimator="proportional",
         max_new_tokens=3,
         prompt="{question} word9",
@@ -91,59 +92,61 @@ def image(folder, number=100):
     return folder / "data" / "images" / file_name(number)
 
 
-@pytest.mark.parametrize("respect", ["guarantee", "penalty"])
-def test_the_choice_is_the_policys_and_the_answer_the_models(folder, lively, respect):
+@pytest.mark.parametrize("enforcement", ["hard", "soft"])
+def test_the_choice_is_the_policys_and_the_answer_the_models(folder, lively, enforcement):
     """As the workload decides, which reads every latency token of every tier."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
-    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.0, 1.0)), lively.policy)
+    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, enforcement, (0.0, 1.0)), lively.policy)
     question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
     chosen = []
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
-        decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy_option)
+        decided = workload.controller.decide(
+            asked_alone(workload, question, budget_ms, enforcement), ROW, greedy_option
+        )
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
-        assert reply.within_budget == (reply.estimated.upper_ms <= budget_ms) or respect == "penalty"
-        assert reply.within_budget or respect == "penalty"
+        assert reply.within_budget == (reply.estimated.upper_ms <= budget_ms) or enforcement == "soft"
+        assert reply.within_budget or enforcement == "soft"
         assert reply.estimated == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
         (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
-        assert reply.answer == workload.task.spell(cold.tokens)
+        assert reply.answer == workload.task.decode(cold.tokens)
         assert reply.measured.decode_steps == 2
         assert reply.measured.total_ms == pytest.approx(sum(reply.measured.stages_ms.values()))
         chosen.append(reply.knobs)
-    assert len(set(chosen)) > (3 if respect == "guarantee" else 1)
+    assert len(set(chosen)) > (3 if enforcement == "hard" else 1)
 
 
-@pytest.mark.parametrize(("respect", "clamped"), [("guarantee", (0.3, 0.5)), ("penalty", (0.0, 0.5))])
-def test_a_budget_beyond_the_trained_ones_becomes_the_nearest(folder, lively, respect, clamped):
+@pytest.mark.parametrize(("enforcement", "clamped"), [("hard", (0.3, 0.5)), ("soft", (0.0, 0.5))])
+def test_a_budget_beyond_the_trained_ones_becomes_the_nearest(folder, lively, enforcement, clamped):
     """A smaller soft budget stays as it is: nothing but the network would keep it."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
-    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.3, 0.5)), lively.policy)
+    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, enforcement, (0.3, 0.5)), lively.policy)
     question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
     differs = 0
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
-        alone = asked_alone(workload, question, budget_ms, respect)
-        nearest = replace(alone, budget_share=alone.budget_share.clamp(*clamped))
+        alone = asked_alone(workload, question, budget_ms, enforcement)
+        nearest = replace(alone, relative_budget=alone.relative_budget.clamp(*clamped))
         decided = workload.controller.decide(nearest, ROW, greedy_option)
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
         differs += not torch.equal(decided.choices, workload.controller.decide(alone, ROW, greedy_option).choices)
     assert differs
 
 
-def with_budgets(settings, respect, shares):
-    return replace(settings, budget=replace(settings.budget, respect=respect), trained_budget_range=shares)
+def with_budgets(settings, enforcement, shares):
+    return replace(settings, budget=replace(settings.budget, enforcement=enforcement), trained_budget_range=shares)
 
 
-def asked_alone(workload, question, budget_ms, respect):
-    config = BudgetConfig(values=(budget_ms,), unit="ms", respect=respect)
+def asked_alone(workload, question, budget_ms, enforcement):
+    config = BudgetConfig(values=(budget_ms,), unit="ms", enforcement=enforcement)
     return make_conditions([question], workload.task.estimator, workload.options, config)
 
 
 def test_a_trained_controller_knows_its_budgets(folder, adaptive):
     training = recipe(folder).workload.build(CPU).training
-    low, high = training.budget_share.min().item(), training.budget_share.max().item()
+    low, high = training.relative_budget.min().item(), training.relative_budget.max().item()
     assert adaptive.settings.trained_budget_range == (low, high)
     assert 0 < low < high == 1
 
@@ -317,7 +320,7 @@ def test_what_is_no_budget_is_always_refused(folder, adaptive):
 
 def test_a_mosaic_is_given_as_pixels_image_or_file(tmp_path):
     loaded = load_model("mosaic")
-    (drawn, *_) = mosaic_questions(Part.TEST, 1)
+    (drawn, *_) = mosaic_questions(Split.TEST, 1)
     shades = torch.randint(0, 256, (36, 48), dtype=torch.uint8)
     picture = Image.fromarray(shades.numpy())
     picture.save(tmp_path / "mosaic.png")
@@ -343,5 +346,5 @@ def test_a_mosaic_is_given_as_pixels_image_or_file(tmp_path):
     ):
         with pytest.raises(UserError, match=message):
             make_question(wrong, "digit b3", loaded)
-    with pytest.raises(UserError, match="mosaic does not know the word 'What'"):
+    with pytest.raises(UserError, match="The word 'What' is not in mosaic's vocabulary"):
         make_question(picture, "What is this", loaded)

@@ -1,1 +1,1 @@
-"""Evaluation of a controller against baselines."""
+"""The final evaluation of a controller: accuracy and measured latency beside baselines."""

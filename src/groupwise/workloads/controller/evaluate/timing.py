@@ -1,4 +1,6 @@
-"""Answers by the clock, one request at a time, those of all methods and budgets mixed: a slow spell meets all alike."""
+"""Measured latency of answers, one request at a time. All methods and budgets are shuffled, so that slowdowns of the
+machine affect all of them equally.
+"""
 
 from __future__ import annotations
 
@@ -19,86 +21,87 @@ from groupwise.workloads.controller.serving.server import ControllerServer, Serv
 from groupwise.workloads.controller.task import Question, Task
 
 CONTROLLER = "controller"
-"""The stage that only a controlled answer has: choosing."""
+"""The stage that only served answers have: the controller's two decisions."""
 _WARM_UP = 12
+_FIXED = ""
 TimingJob = tuple[str, int, int]
-"""The method that serves it, or "" for knobs that are given; the question; its budget, or the configuration."""
+"""(method, question, budget) for an answer that a controller serves; (_FIXED, question, configuration) otherwise."""
 
 
 @dataclass(frozen=True)
 class TimedAnswer:
-    """One answer, timed, and what was expected of it."""
+    """The measured latency of one answer, and its estimate."""
 
     measured: MeasuredLatency
-    """With the controller's own time apart from prefill."""
+    """With the controller's time as a stage apart from prefill."""
     estimated: EstimatedLatency
     knobs: Knobs
     served: ServedAnswer | None = None
 
-    def spent_ms(self, span: BudgetScope) -> float:
-        """Measured time of what the budget is for."""
-        decode_ms = self.measured.stages_ms[DECODE] if span == "first_token" else 0.0
+    def latency_ms(self, scope: BudgetScope) -> float:
+        """Measured time of the part that the budget covers."""
+        decode_ms = self.measured.stages_ms[DECODE] if scope == "first_token" else 0.0
         return self.measured.total_ms - decode_ms
 
 
 class AnswerTimer:
-    """Collects what is to be timed, then times each distinct thing once, in random order."""
+    """Collects what is to be timed, then times each distinct job once, in random order."""
 
-    def __init__(self, task: Task, exam: EvaluationSet, controllers: Mapping[str, Controller]):
-        self.task, self.exam = task, exam
-        self.servers = {name: server_of(controller, task) for name, controller in controllers.items()}
-        self._knobs = list(task.executor.options.configurations())
-        paths = [(knobs.tier, task.executor.options.block_path(knobs)) for knobs in self._knobs]
-        self._same = [paths.index(path) for path in paths]
+    def __init__(self, task: Task, test_set: EvaluationSet, controllers: Mapping[str, Controller]):
+        self.task, self.test_set = task, test_set
+        self.configurations = list(task.executor.options.configurations())
+        self._servers = {name: _server(controller, task) for name, controller in controllers.items()}
+        paths = [(knobs.tier, task.executor.options.block_path(knobs)) for knobs in self.configurations]
+        self._first_equal = [paths.index(path) for path in paths]
+        """Several configurations may compute the same: the first of them is timed for all."""
         self._jobs: dict[TimingJob, None] = {}
-        self._found: dict[TimingJob, TimedAnswer] = {}
+        self._answers: dict[TimingJob, TimedAnswer] = {}
 
     @property
     def distinct_configurations(self) -> list[int]:
-        """Configurations that compute different things."""
-        return sorted(set(self._same))
+        """Indices of configurations that compute different things."""
+        return sorted(set(self._first_equal))
 
-    def ask_with(self, pairs: Iterable[tuple[int, int]]) -> None:
+    def add_fixed(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Time these (question, configuration)."""
-        self._jobs |= dict.fromkeys(("", question, self._same[number]) for question, number in pairs)
+        self._jobs |= dict.fromkeys((_FIXED, question, self._first_equal[index]) for question, index in pairs)
 
-    def ask_served(self, name: str, pairs: Iterable[tuple[int, int]]) -> None:
-        """Time these (question, budget) as this controller answers them."""
-        self._jobs |= dict.fromkeys((name, question, budget) for question, budget in pairs)
+    def add_served(self, method: str, pairs: Iterable[tuple[int, int]]) -> None:
+        """Time these (question, budget) as the method's controller answers them."""
+        self._jobs |= dict.fromkeys((method, question, budget) for question, budget in pairs)
 
-    def given(self, question: int, number: int) -> TimedAnswer:
-        return self._found["", question, self._same[number]]
+    def fixed(self, question: int, configuration: int) -> TimedAnswer:
+        return self._answers[_FIXED, question, self._first_equal[configuration]]
 
-    def knows(self, question: int, number: int) -> bool:
-        return ("", question, self._same[number]) in self._found
+    def has_fixed(self, question: int, configuration: int) -> bool:
+        return (_FIXED, question, self._first_equal[configuration]) in self._answers
 
-    def served(self, name: str, question: int, budget: int) -> TimedAnswer:
-        return self._found[name, question, budget]
+    def served(self, method: str, question: int, budget: int) -> TimedAnswer:
+        return self._answers[method, question, budget]
 
     @property
-    def all_given(self) -> list[TimedAnswer]:
-        """Everything that was timed with given knobs."""
-        return [answer for (name, _, _), answer in self._found.items() if not name]
+    def all_fixed(self) -> list[TimedAnswer]:
+        """All answers with fixed knobs."""
+        return [answer for (method, _, _), answer in self._answers.items() if method == _FIXED]
 
     def run(self, seed: int = 0) -> None:
         meter = LatencyMeter(find_model_parts(self.task.executor.adapter.model))
         order = list(self._jobs)
         random.Random(seed).shuffle(order)
         for job in [*order[:_WARM_UP], *order]:
-            self._found[job] = self._time(meter, job)
+            self._answers[job] = self._time(meter, job)
 
     def _time(self, meter: LatencyMeter, job: TimingJob) -> TimedAnswer:
-        name, number, which = job
-        question = self.exam.questions[number]
-        if name:
-            allowance = budget_limit_of(self.exam.conditions, number * self.exam.budget_ms.shape[1] + which)
-            timing, (served,) = _timed(meter, partial(self.servers[name].serve, [(question.sample, allowance)]))
-            return TimedAnswer(
-                _separate_controller_time(timing, served), self._estimate(question, served.knobs), served.knobs, served
-            )
-        knobs = self._knobs[which]
-        timing, _ = _timed(meter, partial(self._answer, AnswerRequest(question.sample, knobs)))
-        return TimedAnswer(timing, self._estimate(question, knobs), knobs)
+        method, row, index = job
+        question = self.test_set.questions[row]
+        if method == _FIXED:
+            knobs = self.configurations[index]
+            measured, _ = _timed(meter, partial(self._answer, AnswerRequest(question.sample, knobs)))
+            return TimedAnswer(measured, self._estimate(question, knobs), knobs)
+        limit = budget_limit_of(self.test_set.conditions, row * self.test_set.num_budgets + index)
+        measured, (served,) = _timed(meter, partial(self._servers[method].serve, [(question.sample, limit)]))
+        measured = _separate_controller_time(measured, served)
+        return TimedAnswer(measured, self._estimate(question, served.knobs), served.knobs, served)
 
     def _answer(self, request: AnswerRequest) -> object:
         task = self.task
@@ -109,24 +112,24 @@ class AnswerTimer:
         return estimated
 
 
-def server_of(controller: Controller, task: Task) -> ControllerServer:
+def _server(controller: Controller, task: Task) -> ControllerServer:
     return ControllerServer(
         controller.policy, task.executor, max_new_tokens=task.max_new_tokens, stop_token=task.stop_token
     )
 
 
-def _timed(meter: LatencyMeter, act: Callable[[], Any]) -> tuple[MeasuredLatency, Any]:
-    kept: list[Any] = []
-    return meter.time(lambda: kept.append(act())), kept[0]
+def _timed(meter: LatencyMeter, answer: Callable[[], Any]) -> tuple[MeasuredLatency, Any]:
+    results: list[Any] = []
+    return meter.time(lambda: results.append(answer())), results[0]
 
 
-def _separate_controller_time(timing: MeasuredLatency, served: ServedAnswer) -> MeasuredLatency:
-    """All that is neither vision nor decoding was counted as prefill: take the controller out of it."""
-    own_ms = served.controller_ms
-    stages = {**timing.stages_ms, PREFILL: timing.stages_ms[PREFILL] - own_ms, CONTROLLER: own_ms}
-    return replace(timing, stages_ms=stages)
+def _separate_controller_time(measured: MeasuredLatency, served: ServedAnswer) -> MeasuredLatency:
+    """The meter counts all that is neither vision nor decoding as prefill: take the controller's time out of it."""
+    controller_ms = served.controller_ms
+    prefill_ms = measured.stages_ms[PREFILL] - controller_ms
+    return replace(measured, stages_ms={**measured.stages_ms, PREFILL: prefill_ms, CONTROLLER: controller_ms})
 
 
-def sample_questions(exam: EvaluationSet, wanted: int, seed: int = 0) -> Sequence[int]:
-    """Questions to be timed, the same for every budget; methods that need fewer take the first of them."""
-    return random.Random(seed).sample(range(len(exam.questions)), min(wanted, len(exam.questions)))
+def sample_questions(test_set: EvaluationSet, count: int, seed: int = 0) -> Sequence[int]:
+    """Questions to time, the same for every budget; methods that need fewer take the first of them."""
+    return random.Random(seed).sample(range(len(test_set.questions)), min(count, len(test_set.questions)))

@@ -47,7 +47,7 @@ class Controller:
         What the members of a group share, the budget and stage one, is computed once for them.
         """
         distinct, of_row = rows.unique(return_inverse=True)
-        feasible, questions = to_decision_order(conditions.fits(distinct))[of_row], conditions.question_of(rows)
+        feasible, questions = to_decision_order(conditions.feasible(distinct))[of_row], conditions.question_of(rows)
         embeddings = self.hidden_states.question_embeddings(conditions.question_of(distinct)).to(self.device)
         budget, shared = self._encode_budgets(conditions, distinct), of_row.to(self.device)
         taken: list[Tensor] = []
@@ -77,7 +77,7 @@ class Controller:
         self, conditions: Conditions, rows: ConditionIndices
     ) -> Float[Tensor, "rows tiers positions top_ks blocks"]:
         """The log-prob of every configuration: the sum over its four decisions."""
-        feasible, questions = conditions.fits(rows).to(self.device), conditions.question_of(rows)
+        feasible, questions = conditions.feasible(rows).to(self.device), conditions.question_of(rows)
         _, tiers, positions, _, _ = feasible.shape
         budget = self._encode_budgets(conditions, rows)
         embeddings = self.hidden_states.question_embeddings(questions).to(self.device)
@@ -101,7 +101,7 @@ class Controller:
         return stage_one_logp + blocks_logp[:, :, :, None] + top_k_logp
 
     def _encode_budgets(self, conditions: Conditions, rows: ConditionIndices) -> Float[Tensor, "rows encoded"]:
-        return self.policy.encoder(conditions.budget_share[rows].float().to(self.device))
+        return self.policy.encoder(conditions.relative_budget[rows].float().to(self.device))
 
 
 def to_decision_order(tables: Shaped[Tensor, "rows tiers positions top_ks blocks"]) -> Shaped[Tensor, "rows ..."]:

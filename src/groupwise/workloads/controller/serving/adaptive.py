@@ -181,7 +181,7 @@ class AdaptiveModel:
         return limits, self._server.serve(list(zip(samples, limits, strict=True)))
 
     def _limit(self, question: Question, budget_ms: float, *, best_effort: bool) -> BudgetLimit:
-        is_hard, scope = self.settings.budget.guaranteed, self.settings.budget.span
+        is_hard, scope = self.settings.budget.is_hard, self.settings.budget.scope
         bound_ms = self._latency.tables(question.prompt_tokens).bound_ms(is_hard=is_hard)
         if not best_effort and not (bound_ms <= budget_ms).any():
             raise infeasible_budget_error(
@@ -189,7 +189,7 @@ class AdaptiveModel:
                 budget_ms,
                 float(bound_ms.min()),
                 full_configuration(bound_ms).item(),
-                how="best_effort=True",
+                remedy="best_effort=True",
             )
         return budget_limit(bound_ms, budget_ms, self._relative_budget(bound_ms, budget_ms), is_hard=is_hard)
 
@@ -200,10 +200,10 @@ class AdaptiveModel:
         """
         budget = relative_budgets(bound_ms[None], torch.tensor([[budget_ms]], dtype=torch.float64)).item()
         smallest, largest = self.settings.trained_budget_range
-        return min(max(budget, smallest) if self.settings.budget.guaranteed else budget, largest)
+        return min(max(budget, smallest) if self.settings.budget.is_hard else budget, largest)
 
     def _latency_cache(self) -> LatencyTableCache:
-        return LatencyTableCache(self.settings.estimator, self.settings.options, self.settings.budget.span)
+        return LatencyTableCache(self.settings.estimator, self.settings.options, self.settings.budget.scope)
 
 
 def make_question(image: ImageInput, text: str, loaded: LoadedModel, *, prompt: str = QUESTION) -> Question:

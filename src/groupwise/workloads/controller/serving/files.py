@@ -65,7 +65,7 @@ def settings_from_task(task: Task, conditions: Conditions, width: int) -> Contro
         max_new_tokens=task.max_new_tokens,
         stop_token=task.stop_token,
         estimator=task.estimator,
-        trained_budget_range=(conditions.budget_share.min().item(), conditions.budget_share.max().item()),
+        trained_budget_range=(conditions.relative_budget.min().item(), conditions.relative_budget.max().item()),
     )
 
 

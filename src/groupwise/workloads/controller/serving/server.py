@@ -42,9 +42,9 @@ def budget_limit(bound_ms: KnobTable, budget_ms: float, relative_budget: float, 
 
 def budget_limit_of(conditions: Conditions, row: int) -> BudgetLimit:
     """The budget of one condition."""
-    (bound_ms,) = conditions.promised_ms(torch.tensor([row]))
-    budget_ms, relative_budget = float(conditions.budget_ms[row]), float(conditions.budget_share[row])
-    return budget_limit(bound_ms, budget_ms, relative_budget, is_hard=conditions.config.guaranteed)
+    (bound_ms,) = conditions.bound_ms(torch.tensor([row]))
+    budget_ms, relative_budget = float(conditions.budget_ms[row]), float(conditions.relative_budget[row])
+    return budget_limit(bound_ms, budget_ms, relative_budget, is_hard=conditions.config.is_hard)
 
 
 @dataclass(frozen=True)

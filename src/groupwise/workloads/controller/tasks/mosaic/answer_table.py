@@ -1,6 +1,6 @@
-"""The shipped table of remembered answers: every question of the controller's parts under every configuration.
+"""Precomputed answers of the embedded model: every question of the recipe's splits under every configuration.
 
-Rebuilt by scripts/remember_mosaic.py; a test asks the model for random entries again.
+Rebuilt by `python -m tools.mosaic answer-table`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ class AnswerTable:
     """Answers of one token by sample, in the order of `KnobOptions.configurations()`."""
 
     rows: Mapping[str, int]
-    """From the name of a sample to its row."""
+    """Row of each sample, by name."""
     columns: Mapping[Knobs, int]
     tokens: UInt8[np.ndarray, "samples configurations"]
 
@@ -35,10 +35,10 @@ class AnswerTable:
         return None if row is None else [(token,) for token in self.tokens[row].tolist()]
 
 
-def save_remembered(
+def save_answer_table(
     names: Sequence[str], tokens: UInt8[np.ndarray, "samples configurations"], folder: Path = ASSET
 ) -> Path:
-    """Write the answers of the model in this folder beside it."""
+    """Write the answers of the model in this folder beside its weights."""
     path = folder / TABLE
     raw = np.frombuffer(bytes.fromhex("".join(names)), np.uint8).reshape(len(names), -1)
     np.savez_compressed(path, model=np.array(fingerprint(folder)), names=raw, tokens=tokens)
@@ -46,22 +46,22 @@ def save_remembered(
 
 
 def load_answer_table(options: KnobOptions, folder: Path = ASSET) -> AnswerTable | None:
-    """Return what is remembered of the model in this folder, or None: answers of another model are of no use."""
+    """The precomputed answers of the model in this folder; None if there are none, or if they are another model's."""
     path = folder / TABLE
     if not path.is_file():
         return None
-    with np.load(path) as kept:
-        if str(kept["model"]) != fingerprint(folder):
+    with np.load(path) as saved:
+        if str(saved["model"]) != fingerprint(folder):
             return None
-        names, tokens = kept["names"], kept["tokens"]
+        names, tokens = saved["names"], saved["tokens"]
     return AnswerTable(
-        {row.tobytes().hex(): number for number, row in enumerate(names)},
-        {knobs: number for number, knobs in enumerate(options.configurations())},
+        {row.tobytes().hex(): index for index, row in enumerate(names)},
+        {knobs: index for index, knobs in enumerate(options.configurations())},
         tokens,
     )
 
 
 def fingerprint(folder: Path = ASSET) -> str:
-    """Tell one trained model from the next, so that answers of an older one are never taken for its own."""
+    """Identifies the weights and the drop order, so that answers of another model are never used."""
     files = [(folder / name).read_bytes() for name in ("model.safetensors", "importance.json")]
     return content_hash(*files, digest_size=8)

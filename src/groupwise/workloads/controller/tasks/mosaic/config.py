@@ -22,35 +22,36 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class MosaicConfig(ControllerConfig):
     mosaics: int = 864
-    """Mosaics to train on, each with one question of every kind."""
+    """Mosaics to train on, each with one question of every type."""
     held_out_mosaics: int = 16
-    """Mosaics of other handwriting to look at while training."""
-    choose_mosaics: int = 192
-    """Mosaics of that handwriting on which `groupwise eval` chooses its baselines; those to look at are among them."""
+    """Mosaics of the selection split, in other handwriting, for metrics during training."""
+    selection_mosaics: int = 192
+    """Mosaics of the selection split on which `groupwise eval` chooses its baselines; the held-out ones are among
+    them."""
     test_mosaics: int = 384
-    """Mosaics of the test handwriting on which `groupwise eval` judges."""
+    """Mosaics of the test split on which `groupwise eval` compares the controller with them."""
     question_seed: int = 0
-    """Decides which mosaics are drawn and what is asked."""
+    """Seed of the mosaics and questions."""
     estimator: str = "auto"
-    """What answers are estimated to take: `auto` profiles this machine once, in under a minute, and keeps it; or a JSON
+    """The latency estimator: `auto` profiles this machine once, in under a minute, and caches the result; or a JSON
     file of `groupwise profile`, for ranks on several machines; or `proportional` to counted work."""
     allow_estimator_mismatch: bool = False
-    """Take the file also if it was fitted on another machine."""
+    """Accept a file that was fitted on another machine."""
     answers: Path | None = None
-    """File of remembered answers that later runs and other ranks share; None remembers within a run only."""
+    """File of cached answers that later runs and other ranks share; None keeps them within a run only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("mosaics", "held_out_mosaics", "choose_mosaics", "test_mosaics"):
+        for name in ("mosaics", "held_out_mosaics", "selection_mosaics", "test_mosaics"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def for_resume(self, checkpoint: Path) -> Self:
-        """The estimator it was trained with, also where this machine's own has been deleted or made anew since."""
-        kept = checkpoint / "estimator.json"
-        return replace(self, estimator=str(kept)) if self.estimator == "auto" and kept.is_file() else self
+        """Keep the estimator of the checkpoint, even if the cached one was deleted or fitted again since."""
+        saved = checkpoint / "estimator.json"
+        return replace(self, estimator=str(saved)) if self.estimator == "auto" and saved.is_file() else self
 
     def memory_model(self) -> ControllerMemory:
-        """The embedded model in float32, its three tiers, and questions of at most three words."""
+        """The embedded model in float32, its three tiers, and questions of at most three tokens."""
         text, vision = read_llava(Path(__file__).parent / "asset")
         return ControllerMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
 

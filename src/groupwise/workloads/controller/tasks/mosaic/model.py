@@ -43,6 +43,7 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
 
 NAME = "mosaic"
 ASSET = Path(__file__).parent / "asset"
+IMPORTANCE_FILE = "importance.json"
 BLOCKS = 16
 TOP_K = 8
 FEWEST_BLOCKS = 12
@@ -121,7 +122,7 @@ def load(*, dtype: torch.dtype = torch.float32, device: torch.device | str = "cp
 def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
     """The trained model; the shipped one unless another folder is named."""
     if not (folder / "model.safetensors").is_file():
-        raise UserError(f"No mosaic model in {folder}: run `python -m tools.mosaic`, or reinstall groupwise.")
+        raise UserError(f"No mosaic model in {folder}: run `python -m tools.mosaic pretrain`, or reinstall groupwise.")
     shows_progress = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # it loads in an instant
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
@@ -131,7 +132,7 @@ def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> Lla
 
 
 def load_drop_order(folder: Path = ASSET) -> list[int]:
-    """The measured order in which blocks are dropped, the least important first."""
+    """Blocks in the order in which they are dropped, as `python -m tools.mosaic importance` has measured it."""
     return [int(block) for block in json.loads((folder / IMPORTANCE_FILE).read_text())["drop_order"]]
 
 

@@ -1,6 +1,5 @@
-"""A mosaic: 3 rows of 4 tiles, each with a handwritten digit or nothing, under some noise.
-Handwriting for the mosaics: scikit-learn's digits, split so that no image is in two splits.
-Crops of a mosaic: an overview and 3, 6 or 12 parts of it, all of the same size in pixels.
+"""A mosaic: 3 rows of 4 tiles, each with a handwritten digit (scikit-learn's, in disjoint splits) or nothing, with
+noise. Its crops: an overview and 3, 6 or 12 parts of it, all of the same size in pixels.
 """
 
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ _VALIDATION_IMAGES = 247
 
 
 class HandwritingSplit(StrEnum):
-    """The three disjoint sets of handwriting."""
+    """Disjoint sets of digit images."""
 
     TRAIN = "train"
     VALIDATION = "validation"
@@ -40,7 +39,7 @@ class Handwriting:
 
 
 def load_handwriting(split: HandwritingSplit) -> Handwriting:
-    """Return the images of one split; the same ones at every call."""
+    """The images of one split; the same ones at every call."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -77,16 +76,16 @@ PLAIN_JITTER = Jitter()
 def render_tiles(
     images: Float[Tensor, "tiles 8 8"], jitter: Jitter, rng: np.random.Generator
 ) -> Float[Tensor, "tiles side side"]:
-    """Place each digit into a tile of its own, moved a little as `jitter` allows."""
+    """Each digit in a tile of its own, transformed at random within `jitter`."""
     count = images.shape[0]
 
-    def spread(width: float) -> Tensor:
+    def uniform(width: float) -> Tensor:
         return torch.from_numpy(rng.uniform(-width, width, count)).float()
 
-    turn, slant = spread(jitter.turn_radians), spread(jitter.slant)
-    zoom = 1.0 / (DIGIT_SHARE * (1.0 + spread(jitter.scale)))
-    across = torch.stack([zoom * torch.cos(turn), -zoom * torch.sin(turn) + slant, spread(jitter.shift)], dim=1)
-    down = torch.stack([zoom * torch.sin(turn), zoom * torch.cos(turn), spread(jitter.shift)], dim=1)
+    turn, slant = uniform(jitter.turn_radians), uniform(jitter.slant)
+    zoom = 1.0 / (DIGIT_SHARE * (1.0 + uniform(jitter.scale)))
+    across = torch.stack([zoom * torch.cos(turn), -zoom * torch.sin(turn) + slant, uniform(jitter.shift)], dim=1)
+    down = torch.stack([zoom * torch.sin(turn), zoom * torch.cos(turn), uniform(jitter.shift)], dim=1)
     grid = functional.affine_grid(
         torch.stack([across, down], dim=1), [count, 1, TILE_PIXELS, TILE_PIXELS], align_corners=False
     )
@@ -104,14 +103,14 @@ _FEWEST_DIGITS = 3
 
 @dataclass(frozen=True)
 class Mosaics:
-    """Pictures and, tile by tile in reading order, what is in them (0..9, or EMPTY)."""
+    """Images, and the label of every tile in reading order (0..9, or EMPTY)."""
 
     pixels: Float[Tensor, "mosaics height width"]
     labels: Int[np.ndarray, "mosaics tiles"]
 
 
 def draw_mosaics(handwriting: Handwriting, count: int, jitter: Jitter, rng: np.random.Generator) -> Mosaics:
-    """Draw `count` mosaics, each with its own share of empty tiles, contrast and noise."""
+    """`count` random mosaics, each with its own share of empty tiles, contrast and noise."""
     chosen = rng.integers(0, len(handwriting.labels), (count, TILES))
     labels = np.where(_empty_tiles(count, rng), EMPTY, handwriting.labels[chosen])
     tiles = render_tiles(handwriting.images[torch.from_numpy(chosen.reshape(-1))], jitter, rng)
@@ -121,10 +120,10 @@ def draw_mosaics(handwriting: Handwriting, count: int, jitter: Jitter, rng: np.r
 
 
 def lay_out(tiles: Float[Tensor, "mosaics tiles side side"]) -> Float[Tensor, "mosaics height width"]:
-    """Put the tiles of each mosaic beside and below each other, in reading order."""
+    """The tiles of each mosaic as one image, in reading order."""
     count, _, side, _ = tiles.shape
-    by_place = tiles.view(count, ROWS, COLUMNS, side, side)
-    return by_place.permute(0, 1, 3, 2, 4).reshape(count, ROWS * side, COLUMNS * side)
+    by_position = tiles.view(count, ROWS, COLUMNS, side, side)
+    return by_position.permute(0, 1, 3, 2, 4).reshape(count, ROWS * side, COLUMNS * side)
 
 
 def _empty_tiles(count: int, rng: np.random.Generator) -> np.ndarray:
@@ -142,14 +141,14 @@ CROP_PIXELS = 12
 PATCH_PIXELS = 4
 PATCHES_PER_SIDE = CROP_PIXELS // PATCH_PIXELS
 TOKENS_PER_CROP = PATCHES_PER_SIDE**2
-# Brightness, and where in the mosaic a pixel is: across and down, from -1 to 1.
+# Brightness, and the position of a pixel in the mosaic: across and down, from -1 to 1.
 CHANNELS = 3
 _BRIGHTNESS_MEAN = 0.25
 _BRIGHTNESS_STD = 0.35
 
 
 class Tier(StrEnum):
-    """How finely a mosaic is looked at."""
+    """Resolution of the crops."""
 
     LOW = "low"
     MEDIUM = "medium"
@@ -160,17 +159,17 @@ CROPS = {Tier.LOW: 3, Tier.MEDIUM: 6, Tier.HIGH: 12}
 
 
 def crops_with_overview(tier: Tier) -> int:
-    """Return how many crops the vision tower sees at this tier."""
+    """Crops that the vision tower encodes at this tier."""
     return 1 + CROPS[tier]
 
 
 def image_tokens(tier: Tier) -> int:
-    """Return how many tokens the crops of this tier become."""
+    """Image tokens of this tier."""
     return crops_with_overview(tier) * TOKENS_PER_CROP
 
 
 def cut(pixels: Float[Tensor, "mosaics height width"], tier: Tier) -> Float[Tensor, "mosaics crops 3 side side"]:
-    """Return the overview and the crops of each mosaic, shrunk to CROP_PIXELS where they are larger.
+    """The overview and the crops of each mosaic, shrunk to CROP_PIXELS where they are larger.
 
     Fewer crops cover more tiles each, so they are coarser: a tile is 12, 6 or 3 pixels wide.
     """
@@ -180,7 +179,9 @@ def cut(pixels: Float[Tensor, "mosaics height width"], tier: Tier) -> Float[Tens
             f"A mosaic of {height} x {width} pixels cannot be cut into {ROWS} x {COLUMNS} tiles: height and width"
             f" must be multiples of {ROWS} and {COLUMNS}, at least {ROWS * CROP_PIXELS} x {COLUMNS * CROP_PIXELS}."
         )
-    planes = torch.stack([(pixels - _BRIGHTNESS_MEAN) / _BRIGHTNESS_STD, *_place_planes(count, height, width)], dim=1)
+    planes = torch.stack(
+        [(pixels - _BRIGHTNESS_MEAN) / _BRIGHTNESS_STD, *_position_planes(count, height, width)], dim=1
+    )
     parts_across = CROPS[tier] // ROWS
     parts = planes.view(count, CHANNELS, ROWS, height // ROWS, parts_across, width // parts_across)
     parts = parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, CHANNELS, height // ROWS, width // parts_across)
@@ -192,14 +193,14 @@ def _shrink(planes: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 sid
     return functional.interpolate(planes, size=(CROP_PIXELS, CROP_PIXELS), mode="area")
 
 
-def _place_planes(count: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+def _position_planes(count: int, height: int, width: int) -> tuple[Tensor, Tensor]:
     across = (torch.arange(width) * 2 + 1) / width - 1
     down = (torch.arange(height) * 2 + 1) / height - 1
     return across.expand(count, height, width), down[:, None].expand(count, height, width)
 
 
 def coverage(tier: Tier) -> Float[Tensor, "tokens tiles"]:
-    """Return, for each image token of this tier, which share of its patch lies on which tile."""
+    """For each image token of this tier, the share of its patch that lies on each tile."""
     rows, columns = ROWS * CROP_PIXELS, COLUMNS * CROP_PIXELS
     down, across = torch.arange(rows) // CROP_PIXELS, torch.arange(columns) // CROP_PIXELS
     tile_of_pixel = down[:, None] * COLUMNS + across[None, :]
@@ -212,6 +213,6 @@ def coverage(tier: Tier) -> Float[Tensor, "tokens tiles"]:
 
 
 def _patch_means(planes: Float[Tensor, "1 tiles height width"]) -> Float[Tensor, "tokens tiles"]:
-    # Patches need not align with tiles (3 patches, 4 tiles), so areas are taken at a common multiple first.
+    # Patches need not align with tiles (3 patches, 4 tiles): upsample to a common multiple first.
     fine = functional.interpolate(planes, scale_factor=PATCHES_PER_SIDE, mode="nearest")
     return functional.adaptive_avg_pool2d(fine, PATCHES_PER_SIDE)[0].flatten(1).T

@@ -1,12 +1,11 @@
-"""Questions about mosaics for a controller, in handwriting that the model has not seen.
+"""The controller's task on the embedded mosaic model: its questions by split, its knobs, and its samples.
 
-The model was pretrained on the training split and is surer of it than of anything new: a controller trained there would
-learn that coarse looks suffice. So the validation split is cut in two by image: one half to train the controller, the
-other to look at it meanwhile and to choose baselines. The test split is left for the final evaluation.
+The model was pretrained on the training handwriting and is more certain of it than of anything new: a controller
+trained on it would learn that coarse crops suffice. So the controller's training and selection splits are two halves of
+the validation handwriting, and its test split is the test handwriting.
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 import numpy as np
 import torch
@@ -17,11 +16,11 @@ from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.serving.server import ServedTimer
-from groupwise.workloads.controller.task import ModelSource, Question, Task
+from groupwise.workloads.controller.task import ModelSource, Question, Split, Task
 from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 from groupwise.workloads.controller.tasks.mosaic.model import load
-from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, ask, decode
+from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TYPES, decode, draw_questions
 from groupwise.workloads.controller.tasks.mosaic.scene import (
     PLAIN_JITTER,
     Handwriting,
@@ -34,57 +33,54 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
 )
 
 
-class Part(StrEnum):
-    """What questions are for; no two parts share an image of a digit."""
-
-    TRAIN = "train"
-    CHOOSE = "choose"
-    TEST = "test"
-
-
-def handwriting_of(part: Part) -> Handwriting:
-    """Return the digits of one part."""
-    if part is Part.TEST:
+def handwriting_of(split: Split) -> Handwriting:
+    if split is Split.TEST:
         return load_handwriting(HandwritingSplit.TEST)
-    whole, first = load_handwriting(HandwritingSplit.VALIDATION), 0 if part is Part.TRAIN else 1
+    whole, first = load_handwriting(HandwritingSplit.VALIDATION), 0 if split is Split.TRAIN else 1
     return Handwriting(whole.images[first::2], whole.labels[first::2], whole.source_rows[first::2])
 
 
-def mosaic_questions(part: Part, mosaics: int, *, seed: int = 0) -> list[Question]:
-    """Draw mosaics and ask one question of every kind about each; the first ones of many are those of few."""
-    handwriting = handwriting_of(part)
-    return [question for number in range(mosaics) for question in _about_one(part, number, handwriting, seed)]
+def mosaic_questions(split: Split, mosaics: int, *, seed: int = 0) -> list[Question]:
+    """One question of every type about each mosaic. More mosaics only add to those of a smaller number."""
+    handwriting = handwriting_of(split)
+    return [question for index in range(mosaics) for question in _about_one(split, index, handwriting, seed)]
 
 
-def _about_one(part: Part, number: int, handwriting: Handwriting, seed: int) -> list[Question]:
-    rng = np.random.default_rng([seed, list(Part).index(part), number])
-    drawn = draw_mosaics(handwriting, 1, PLAIN_JITTER, rng)
-    asked = ask(np.repeat(drawn.labels, len(KINDS), axis=0), np.arange(len(KINDS)), rng)
-    crops = {tier.value: cut(drawn.pixels, tier)[0] for tier in Tier}
+def _about_one(split: Split, index: int, handwriting: Handwriting, seed: int) -> list[Question]:
+    rng = np.random.default_rng([seed, list(Split).index(split), index])
+    mosaic = draw_mosaics(handwriting, 1, PLAIN_JITTER, rng)
+    types = np.arange(len(QUESTION_TYPES))
+    drawn = draw_questions(np.repeat(mosaic.labels, len(QUESTION_TYPES), axis=0), types, rng)
+    crops = {tier.value: cut(mosaic.pixels, tier)[0] for tier in Tier}
     questions = []
-    for kind, tokens, length, answer in zip(KINDS, asked.tokens, asked.lengths, asked.answers, strict=True):
-        words = tokens[:length].tolist()
+    for question_type, padded, length, answer in zip(
+        QUESTION_TYPES, drawn.tokens, drawn.lengths, drawn.answers, strict=True
+    ):
+        tokens = padded[:length].tolist()
         questions.append(
             Question(
-                sample=Sample(_name(part, seed, number, drawn.labels, words), crops, tuple(words)),
-                text=decode(words),
+                sample=Sample(_sample_name(split, seed, index, mosaic.labels, tokens), crops, tuple(tokens)),
+                text=decode(tokens),
                 answers=(decode([int(answer)]),),
-                prompt_tokens={tier.value: image_tokens(tier) + len(words) for tier in Tier},
-                image=f"{part} mosaic {number}",
-                kind=kind.value,
+                prompt_tokens={tier.value: image_tokens(tier) + len(tokens) for tier in Tier},
+                image=f"{split} mosaic {index}",
+                question_type=question_type.value,
             )
         )
     return questions
 
 
-def _name(part: Part, seed: int, number: int, labels: np.ndarray, words: Sequence[int]) -> str:
-    """By what was drawn, not by the pixels: their last bits depend on the machine, and answers would not be found."""
-    content = f"{part} {seed} {number} {labels.ravel().tolist()} {list(words)}"
+def _sample_name(split: Split, seed: int, index: int, labels: np.ndarray, tokens: Sequence[int]) -> str:
+    """A hash of labels and seeds, not of pixels: their last bits depend on the machine, and the precomputed answers
+    would not be found.
+    """
+    name = "choose" if split is Split.SELECT else split  # as in the names that answers.npz holds
+    content = f"{name} {seed} {index} {labels.ravel().tolist()} {list(tokens)}"
     return content_hash(content)
 
 
 def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
-    """Return the embedded model with questions to train on, to look at, and to judge by in the end."""
+    """The embedded model with its questions by split."""
     loaded, seed = load(device=device), config.question_seed
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
@@ -98,10 +94,10 @@ def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
             timer_for=ServedTimer,
             allow_mismatch=config.allow_estimator_mismatch,
         ),
-        questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=seed),
-        held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=seed),
-        spell=loaded.front_end.decode,
+        questions=mosaic_questions(Split.TRAIN, config.mosaics, seed=seed),
+        held_out=mosaic_questions(Split.SELECT, config.held_out_mosaics, seed=seed),
+        decode=loaded.front_end.decode,
         source=ModelSource(loaded.name, loaded.fingerprint),
-        choose=lambda: mosaic_questions(Part.CHOOSE, config.choose_mosaics, seed=seed),
-        test=lambda: mosaic_questions(Part.TEST, config.test_mosaics, seed=seed),
+        selection_questions=lambda: mosaic_questions(Split.SELECT, config.selection_mosaics, seed=seed),
+        test_questions=lambda: mosaic_questions(Split.TEST, config.test_mosaics, seed=seed),
     )

@@ -1,4 +1,4 @@
-"""Settings of a controller for a model of one's own and a dataset on disk. No torch here."""
+"""Settings of a controller for your own model and a dataset on disk. No torch here."""
 
 from __future__ import annotations
 
@@ -24,33 +24,38 @@ class VqaConfig(ControllerConfig):
     model: str = ""
     """A folder that save_pretrained() has written, or a name on the hub."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Of the frozen model: as it was saved, which is also how `groupwise profile` loads it, or another."""
+    """Of the frozen model; `auto` keeps the one it was saved in, as `groupwise profile` does."""
     questions: Path | None = None
-    """VQA's questions file (.json); or rows {"image": ..., "question": ..., "answers": [...]} in a .jsonl or .parquet
+    """VQA's questions file (.json); or rows {"image": ..., "question": ..., "answers": [...]}, which may have a
+    "question_type" too, in a .jsonl or .parquet
     file, a folder that `datasets` saved, or from module:function."""
     annotations: Path | None = None
     """VQA's annotations file, which holds the answers; only with VQA's questions file."""
     images: Path | None = None
     """Folder of the images."""
     image_name: str = "COCO_{subtype}_{image_id:012d}.jpg"
-    """How VQA's image ids become names of files; {subtype} is the questions file's data_subtype."""
+    """File name of an image by VQA's image_id; {subtype} is the questions file's data_subtype."""
     on_bad_row: OnBadRow = "refuse"
     """A broken line, or a question whose image or answers are missing: refuse to start, or skip such questions and
     report how many."""
     train_questions: int = 4096
-    """Questions to train on, at most; which ones is decided by split_seed."""
+    """Questions to train on, at most; split_seed decides which."""
     held_out_questions: int = 512
-    """Questions about other images to look at while training, at most."""
-    held_out_share: float = 0.1
-    """Share of the images that are held out."""
+    """Questions of the selection split for metrics during training, at most."""
+    selection_questions: int = 512
+    """Questions of the selection split on which `groupwise eval` chooses its baselines, at most."""
+    test_questions: int = 512
+    """Questions of the test split on which `groupwise eval` compares the controller with them, at most."""
+    selection_share: float = 0.1
+    """Share of the images in the selection split, which the controller is not trained on."""
     test_share: float = 0.1
-    """Share of the images that training never touches."""
+    """Share of the images in the test split, used by the final evaluation alone; 0 leaves that evaluation out."""
     split_seed: int = 0
-    """Decides which image belongs to which part."""
+    """Decides which image is in which split."""
     prompt: str = "{question}\nAnswer the question using a single word or phrase."
     """What goes through the chat template. Without a template, the whole prompt with the image token in it."""
     crops: Mapping[str, int] = field(default_factory=dict)
-    """Crops of every tier besides the overview, coarse to fine, such as low 3 high 12; the usual ones if empty."""
+    """Crops of every tier besides the overview, coarse to fine, such as low 3 high 12; the model's default if empty."""
     max_new_tokens: int = 8
     """Longest answer."""
     estimator: str = ""
@@ -58,20 +63,31 @@ class VqaConfig(ControllerConfig):
     allow_estimator_mismatch: bool = False
     """Take an estimator that was fitted elsewhere as it is."""
     answers: Path | None = None
-    """File of remembered answers that later runs and other ranks share; None remembers within a run only."""
+    """File of cached answers that later runs and other ranks share; None keeps them within a run only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("train_questions", "held_out_questions", "max_new_tokens"):
+        for name in (
+            "train_questions",
+            "held_out_questions",
+            "selection_questions",
+            "test_questions",
+            "max_new_tokens",
+        ):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
-        shares = (self.held_out_share, self.test_share)
+        selection, test = self.selection_share, self.test_share
+        require(selection > 0, "workload.selection_share", selection, "above 0")
+        require(test >= 0, "workload.test_share", test, "0 or more")
         require(
-            min(shares) >= 0 and sum(shares) < 1, "held_out_share and test_share", shares, "0 or more, below 1 in all"
+            selection + test < 1,
+            "workload.selection_share + workload.test_share",
+            selection + test,
+            "below 1, so that images are left to train on",
         )
         require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
 
     def memory_model(self) -> ControllerMemory:
-        """By the model's config.json, with the usual insertion positions and prompts of up to 64 words."""
+        """By the model's config.json, with the default insertion positions and prompts of up to 64 tokens."""
         text, vision = read_llava(Path(self.model))
         crops = {tier: 1 + count for tier, count in (self.crops or {"low": 3, "medium": 6, "high": 12}).items()}
         return ControllerMemory(

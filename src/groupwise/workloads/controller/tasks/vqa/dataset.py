@@ -1,4 +1,4 @@
-"""Questions about images from disk, VQA v2's two JSON files or rows of `read_rows`; split by image. No torch here."""
+"""Questions about images from disk, in VQA v2's two JSON files or as rows; splits by image. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from groupwise.core.errors import UserError
 from groupwise.data.rows import BadRow, Record, RowFilter, read_rows, require_columns
+from groupwise.workloads.controller.task import Split
 
-Part = Literal["train", "choose", "test"]
-"""What questions are for: training, selection during training, and the final test."""
 _MAX_NAMED = 5
 
 
@@ -27,6 +26,8 @@ class Entry:
     image: Path
     question: str
     answers: tuple[str, ...]
+    question_type: str = ""
+    """Where the dataset has one."""
 
     @property
     def error(self) -> str:
@@ -71,14 +72,23 @@ def describe_errors(errors: Sequence[str], total: int) -> str:
     return f"{len(errors):,} of {total:,} questions cannot be used: {'; '.join(errors[:_MAX_NAMED])}{more}."
 
 
-def select_split(entries: Sequence[Entry], part: Part, *, held_out: float, test: float, seed: int) -> list[Entry]:
-    """The questions of one split, in an order drawn by the seed. A hash of the image id decides, so no image is in two
-    splits, and an image stays where it is when others are added or removed.
+def select_split(
+    entries: Sequence[Entry], split: Split, *, selection_share: float, test_share: float, seed: int
+) -> list[Entry]:
+    """The questions of one split, in an order that the seed decides.
+
+    A hash of the image's id decides its split: no image is in two splits, and an image keeps its split when others are
+    added or removed.
     """
-    ends = {"test": (0.0, test), "choose": (test, test + held_out), "train": (test + held_out, 1.0)}
-    low, high = ends[part]
-    chosen = [entry for entry in entries if low <= _hash_fraction(seed, entry.image_id) < high]
-    return sorted(chosen, key=lambda entry: _hash_fraction(seed, entry.image_id, entry.source))
+    selection_end = test_share + selection_share
+    bounds = {
+        Split.TEST: (0.0, test_share),
+        Split.SELECT: (test_share, selection_end),
+        Split.TRAIN: (selection_end, 1.0),
+    }
+    low, high = bounds[split]
+    members = [entry for entry in entries if low <= _hash_fraction(seed, entry.image_id) < high]
+    return sorted(members, key=lambda entry: _hash_fraction(seed, entry.image_id, entry.source))
 
 
 def _hash_fraction(*key: object) -> float:
@@ -105,15 +115,18 @@ def _entry(row: Record, source: str, images: Path) -> Entry:
         raise BadRow("of another type", "image must be a text and answers a list of texts.")
     if not _is_question(row["question"]):
         raise BadRow("without a question", f"its question is {row['question']!r}: it must be a text, not empty.")
-    return Entry(source, image, images / image, row["question"], _non_empty(answers))
+    question_type = str(row.get("question_type") or "")
+    return Entry(source, image, images / image, row["question"], _non_empty(answers), question_type)
 
 
 def _from_vqa(questions: Path, annotations: Path, images: Path, image_name: str) -> list[Entry]:
     questions_file, annotations_file = _read_json(questions, "questions"), _read_json(annotations, "annotations")
     answers: dict[object, tuple[str, ...]] = {}
+    types: dict[object, str] = {}
     for index, annotation in enumerate(annotations_file["annotations"]):
         (question_id,) = _fields(annotation, ["question_id"], f"annotation {index} of {annotations}")
         answers[question_id] = _answers_of(annotation, f"The annotation of question {question_id} in {annotations}")
+        types[question_id] = str(annotation.get("question_type") or "")
     entries: dict[object, Entry] = {}
     for index, question in enumerate(questions_file["questions"]):
         where = f"question {index} of {questions}"
@@ -125,8 +138,8 @@ def _from_vqa(questions: Path, annotations: Path, images: Path, image_name: str)
         if not _is_question(text):
             raise UserError(f"{where} is {text!r}: a question must be a text that is not empty. Fix the file.")
         image = images / _image_name(image_name, questions_file.get("data_subtype", ""), image_id)
-        source = f"question {question_id}"
-        entries[question_id] = Entry(source, str(image_id), image, text, answers.get(question_id, ()))
+        source, answered = f"question {question_id}", answers.get(question_id, ())
+        entries[question_id] = Entry(source, str(image_id), image, text, answered, types.get(question_id, ""))
     return list(entries.values())
 
 

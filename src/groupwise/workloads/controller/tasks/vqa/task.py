@@ -1,11 +1,9 @@
-"""A model from a folder or the hub with a dataset from disk, as a controller's task.
-Pictures on disk for a model: cut when they are looked at, since a dataset's crops would not fit into memory.
-"""
+"""A controller's task from a model (folder or hub) and a dataset on disk: its splits, and images cropped on demand."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -30,12 +28,12 @@ from groupwise.workloads.controller.model.inputs import (
     stop_token_id,
 )
 from groupwise.workloads.controller.model.load import LoadedModel, load_model
+from groupwise.workloads.controller.rewards import check_annotators
 from groupwise.workloads.controller.serving.server import ServedTimer
-from groupwise.workloads.controller.task import ModelSource, Question, Task
+from groupwise.workloads.controller.task import ModelSource, Question, Split, Task
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from groupwise.workloads.controller.tasks.vqa.dataset import (
     Entry,
-    Part,
     describe_errors,
     filter_entries,
     read_entries,
@@ -46,68 +44,84 @@ CACHED_IMAGES = 8
 
 
 class ImageStore:
-    """Makes questions of files. The last few pictures stay cut."""
+    """Makes questions from image files. Crops are made on demand, since those of a dataset would not fit into memory;
+    the last few images stay cropped.
+    """
 
     def __init__(self, loaded: LoadedModel):
-        self.loaded, self._statistics = loaded, check_processors(loaded)
-        self.cut = lru_cache(CACHED_IMAGES)(self._cut)
-        self._look = lru_cache(None)(self._look_once)
-        self._shapes = lru_cache(None)(self._cut_blank)
+        self.loaded, self._normalization = loaded, check_processors(loaded)
+        self.crops_of = lru_cache(CACHED_IMAGES)(self._crop)
+        self._hash_and_size = lru_cache(None)(self._read_hash_and_size)
+        self._crop_shapes = lru_cache(None)(self._crop_blank)
 
-    def fault(self, file: Path) -> str:
-        """Why a picture cannot be used, or nothing."""
+    def error(self, file: Path) -> str:
+        """Why an image cannot be used; empty if it can."""
         try:
-            _, size = self._look(file)
-            self._shapes(size)
+            _, size = self._hash_and_size(file)
+            self._crop_shapes(size)
         except UserError as error:
             return str(error)
         return ""
 
-    def question(self, file: Path, text: str, answers: tuple[str, ...], *, prompt: str) -> Question:
-        """The picture's content goes into the sample's name; its crops are made when they are wanted."""
-        content, size = self._look(file)
+    def question(
+        self, file: Path, text: str, answers: tuple[str, ...], *, prompt: str, question_type: str = ""
+    ) -> Question:
+        """The sample's name is a hash of the image's content, how it is cropped, and the prompt."""
+        content, size = self._hash_and_size(file)
         before, after = prompt_token_ids(prompt.replace("{question}", text), self.loaded)
-        shapes = self._shapes(size)
-        check_length(len(before) + len(after), shapes, self.loaded)
+        shapes, text_tokens = self._crop_shapes(size), len(before) + len(after)
+        check_length(text_tokens, shapes, self.loaded)
         options = self.loaded.options
-        sight = (dict(options.crops_by_tier), dict(options.pixels), self._statistics)
-        name = content_hash(repr((content, sight, before, after)))
-        spoken = len(before) + len(after)
-        tokens = {tier: spoken + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
-        return Question(Sample(name, _LazyCrops(self, file), after, before), text, answers, tokens, image=file.name)
+        cropping = (dict(options.crops_by_tier), dict(options.pixels), self._normalization)
+        name = content_hash(repr((content, cropping, before, after)))
+        tokens = {tier: text_tokens + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
+        sample = Sample(name, _LazyCrops(self, file), after, before)
+        return Question(sample, text, answers, tokens, image=file.name, question_type=question_type)
 
-    def _cut(self, file: Path) -> Mapping[str, Tensor]:
-        return self.loaded.adapter.crop(open_image(file), self.loaded.options, self._statistics)
+    def _crop(self, file: Path) -> Mapping[str, Tensor]:
+        return self.loaded.adapter.crop(open_image(file), self.loaded.options, self._normalization)
 
-    def _look_once(self, file: Path) -> tuple[str, tuple[int, int]]:
-        """A hash of the file, and the picture's size; a damaged file is refused."""
+    def _read_hash_and_size(self, file: Path) -> tuple[str, tuple[int, int]]:
+        """A damaged file is refused."""
         size = open_image(file).size
         return content_hash(file.read_bytes()), size
 
-    def _cut_blank(self, size: tuple[int, int]) -> Mapping[str, Tensor]:
-        """Pictures of one size become crops of the same shapes: kept without memory behind them."""
-        crops = self.loaded.adapter.crop(Image.new("RGB", size), self.loaded.options, self._statistics)
+    def _crop_blank(self, size: tuple[int, int]) -> Mapping[str, Tensor]:
+        """Images of one size have crops of the same shapes: meta tensors, which take no memory."""
+        crops = self.loaded.adapter.crop(Image.new("RGB", size), self.loaded.options, self._normalization)
         return {tier: pixels.to("meta") for tier, pixels in crops.items()}
 
 
 class _LazyCrops(Mapping[str, Tensor]):
-    """Looks like the crops of every tier, and is made of a file."""
+    """The crops of every tier, made from a file when one is read."""
 
-    def __init__(self, album: ImageStore, file: Path):
-        self._album, self._file = album, file
+    def __init__(self, images: ImageStore, file: Path):
+        self._images, self._file = images, file
 
     def __getitem__(self, tier: str) -> Tensor:
-        return self._album.cut(self._file)[tier]
+        return self._images.crops_of(self._file)[tier]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._album.loaded.options.crops_by_tier)
+        return iter(self._images.loaded.options.crops_by_tier)
 
     def __len__(self) -> int:
-        return len(self._album.loaded.options.crops_by_tier)
+        return len(self._images.loaded.options.crops_by_tier)
+
+
+@dataclass(frozen=True)
+class QuestionSplits:
+    """The dataset's questions by split, and why some of them were left out."""
+
+    train: Sequence[Question]
+    select: Sequence[Question]
+    test: Sequence[Question]
+    errors: Sequence[str]
+    total: int
+    """Questions in the dataset."""
 
 
 def vqa_task(config: VqaConfig, device: torch.device) -> Task:
-    loaded = _model(config, device)
+    loaded = _load(config, device)
     estimator = load_estimator(
         config.estimator,
         loaded,
@@ -115,49 +129,35 @@ def vqa_task(config: VqaConfig, device: torch.device) -> Task:
         timer_for=ServedTimer,
         allow_mismatch=config.allow_estimator_mismatch,
     )
-    entries, missing = _entries(config)
-    album = ImageStore(loaded)
-    training, damaged = _questions(config, album, entries, "train", config.train_questions)
-    held_out, others = _questions(config, album, entries, "choose", config.held_out_questions)
-    stop, kept = stop_token_id(loaded), tuple(loaded.options.drop_order)
+    splits = read_splits(config, loaded)
+    stop, drop_order = stop_token_id(loaded), tuple(loaded.options.drop_order)
+    cache = f"{loaded.fingerprint}, {drop_order}, {config.max_new_tokens} tokens to {stop}"
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
-        answers=AnswerCache(f"{loaded.fingerprint}, {kept}, {config.max_new_tokens} tokens to {stop}", config.answers),
+        answers=AnswerCache(cache, config.answers),
         estimator=estimator,
-        questions=training,
-        held_out=held_out,
-        spell=loaded.front_end.decode,
+        questions=splits.train,
+        held_out=splits.select[: config.held_out_questions],
+        decode=loaded.front_end.decode,
         max_new_tokens=config.max_new_tokens,
         stop_token=stop,
         source=ModelSource(
             _absolute_path(config.model), loaded.fingerprint, _name_of(loaded.model.dtype), config.prompt
         ),
-        notes=[
-            *_notes(config, loaded, training, held_out),
-            *_estimator_mismatch_notes(estimator),
-            *(
-                [describe_errors([*missing, *damaged, *others], len(entries) + len(missing))]
-                if missing or damaged or others
-                else []
-            ),
-        ],
+        notes=[*_notes(config, loaded, splits), *_estimator_mismatch_notes(estimator)],
+        selection_questions=lambda: splits.select[: config.selection_questions],
+        test_questions=(lambda: splits.test) if splits.test else None,
     )
 
 
-def final_questions(config: VqaConfig, loaded: LoadedModel, most: int) -> list[Question]:
-    """Questions about images that training never touches."""
-    entries, _ = _entries(config)
-    return _questions(config, ImageStore(loaded), entries, "test", most)[0]
-
-
-def _model(config: VqaConfig, device: torch.device) -> LoadedModel:
+def _load(config: VqaConfig, device: torch.device) -> LoadedModel:
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
     loaded = load_model(config.model, dtype=dtype, device=device)
     if not config.crops:
         return loaded
     if loaded.options.pixels:
         raise UserError(
-            f"workload.crops is {dict(config.crops)}, but {config.model} sees an image whole, at a number of pixels."
+            f"workload.crops is {dict(config.crops)}, but {config.model} takes an image whole, at a number of pixels."
             " Leave workload.crops out."
         )
     return replace(loaded, options=replace(loaded.options, crops_by_tier=dict(config.crops)))
@@ -168,66 +168,92 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _absolute_path(model: str) -> str:
-    """A folder's name must not depend on where one stands."""
+    """A folder's name must not depend on the working directory."""
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
-def _entries(config: VqaConfig) -> tuple[list[Entry], list[str]]:
+def read_splits(config: VqaConfig, loaded: LoadedModel) -> QuestionSplits:
+    """All three splits. Images of the test split are checked now, not after hours of training."""
     assert config.questions is not None
     assert config.images is not None
     row_filter = RowFilter(config.on_bad_row, "--workload.on-bad-row")
     entries = read_entries(config.questions, config.annotations, config.images, config.image_name, row_filter)
     if not entries:
-        raise UserError(f"{config.questions} holds no questions.")
+        raise UserError(f"{config.questions} holds no questions. Name a file with at least one.")
     complete, errors = filter_entries(entries, skip=config.on_bad_row == "skip")
-    return complete, [*row_filter.messages, *errors]
+    errors = [*row_filter.messages, *errors]
+    images = ImageStore(loaded)
+    limits = {
+        Split.TRAIN: config.train_questions,
+        Split.SELECT: max(config.held_out_questions, config.selection_questions),
+        Split.TEST: config.test_questions if config.test_share else 0,
+    }
+    questions = {
+        split: _questions(config, images, complete, split, limit, errors) for split, limit in limits.items() if limit
+    }
+    check_annotators(config.rewards, [question.answers for split in questions.values() for question in split])
+    return QuestionSplits(
+        questions[Split.TRAIN], questions[Split.SELECT], questions.get(Split.TEST, []), errors, len(entries)
+    )
 
 
 def _questions(
-    config: VqaConfig, album: ImageStore, entries: Sequence[Entry], part: Part, most: int
-) -> tuple[list[Question], list[str]]:
-    """Up to `most` questions of a part whose pictures can be read, and what was wrong with the ones passed over."""
-    chosen = select_split(entries, part, held_out=config.held_out_share, test=config.test_share, seed=config.split_seed)
-    if not chosen:
-        images = len({entry.image_id for entry in entries})
-        raise UserError(
-            f"No image fell to the part '{part}': there are {images} images, held_out_share is {config.held_out_share}"
-            f" and test_share {config.test_share}. Give more images, other shares, or another split_seed."
-        )
-    wrong: list[str] = []
+    config: VqaConfig, images: ImageStore, entries: Sequence[Entry], split: Split, limit: int, errors: list[str]
+) -> list[Question]:
+    """Up to `limit` questions of a split whose images can be read; errors of the others are appended."""
+    members = select_split(
+        entries, split, selection_share=config.selection_share, test_share=config.test_share, seed=config.split_seed
+    )
 
     def usable(entry: Entry) -> bool:
-        fault = album.fault(entry.image)
-        if fault and config.on_bad_row == "refuse":
-            raise UserError(f"{entry.source} cannot be used. {fault} Or leave it out with --workload.on-bad-row skip.")
-        wrong.extend([f"{entry.source}: {fault}"] if fault else [])
-        return not fault
+        error = images.error(entry.image)
+        if error and config.on_bad_row == "refuse":
+            raise UserError(f"{entry.source} cannot be used. {error} Or leave it out with --workload.on-bad-row skip.")
+        errors.extend([f"{entry.source}: {error}"] if error else [])
+        return not error
 
-    picked = islice((entry for entry in chosen if usable(entry)), most)
-    return [album.question(entry.image, entry.question, entry.answers, prompt=config.prompt) for entry in picked], wrong
+    questions = [
+        images.question(
+            entry.image, entry.question, entry.answers, prompt=config.prompt, question_type=entry.question_type
+        )
+        for entry in islice((entry for entry in members if usable(entry)), limit)
+    ]
+    if not questions:
+        raise _empty_split_error(config, split, images=len({entry.image_id for entry in entries}))
+    return questions
+
+
+def _empty_split_error(config: VqaConfig, split: Split, *, images: int) -> UserError:
+    larger = {
+        Split.TRAIN: "smaller workload.selection_share and workload.test_share",
+        Split.SELECT: "a larger workload.selection_share",
+        Split.TEST: "a larger workload.test_share (or 0, to train without a final evaluation)",
+    }[split]
+    return UserError(
+        f"The {split} split is empty: the dataset has {images} usable images, and with selection_share"
+        f" {config.selection_share:g}, test_share {config.test_share:g} and split_seed {config.split_seed} none of them"
+        f" is in it. Each split needs at least one image. Give more images, {larger}, or another workload.split_seed."
+    )
 
 
 def _estimator_mismatch_notes(estimator: KnobLatencyModel) -> list[str]:
-    """What is not the same here as where the estimator was fitted."""
-    mismatches = estimator.estimator.mismatches if isinstance(estimator, KnobLatencyEstimator) else {}
+    differs = estimator.estimator.mismatches if isinstance(estimator, KnobLatencyEstimator) else {}
     return [
-        f"the estimator was fitted for {name} {text}: its latencies were measured on other hardware"
-        for name, text in mismatches.items()
+        f"the estimator was fitted for {name} {text}: its times were measured on other hardware"
+        for name, text in differs.items()
     ]
 
 
-def _notes(
-    config: VqaConfig, loaded: LoadedModel, training: Sequence[Question], held_out: Sequence[Question]
-) -> list[str]:
-    def images(questions: Sequence[Question]) -> int:
-        return len({question.image for question in questions})
+def _notes(config: VqaConfig, loaded: LoadedModel, splits: QuestionSplits) -> list[str]:
+    def count(questions: Sequence[Question]) -> str:
+        return f"{len(questions):,} about {len({question.image for question in questions}):,} images"
 
-    notes = [
-        f"{len(training):,} questions about {images(training):,} images to train on, {len(held_out):,} about"
-        f" {images(held_out):,} others held out"
-    ]
+    test = f"{count(splits.test)} to test" if splits.test else "none to test, so `groupwise eval` has no report"
+    notes = [f"questions: {count(splits.train)} to train, {count(splits.select)} to select, {test}"]
     if not loaded.drop_order_is_measured:
-        notes.append(f"which blocks go first is a guess: {config.model} holds no importance.json")
+        notes.append(f"the drop order of blocks is a default: {config.model} has no importance.json")
     if config.estimator == PROPORTIONAL:
-        notes.append("times are counted work: right in ratios, not in milliseconds")
+        notes.append("latency is proportional to counted work: right in ratios, not in milliseconds")
+    if splits.errors:
+        notes.append(describe_errors(splits.errors, splits.total))
     return notes

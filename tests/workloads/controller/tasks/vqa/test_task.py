@@ -1,4 +1,4 @@
-"""A model and a dataset from disk: read as they are, parted by image, and refused with the place named."""
+"""A model and a dataset from disk: splits by image, errors that name the row, and the recipe from train to eval."""
 
 import json
 from dataclasses import replace
@@ -22,9 +22,10 @@ from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.latency.source import load_estimator
 from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.serving.server import ServedTimer
+from groupwise.workloads.controller.task import Split
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from groupwise.workloads.controller.tasks.vqa.dataset import Entry, read_entries, select_split
-from groupwise.workloads.controller.tasks.vqa.task import ImageStore, final_questions
+from groupwise.workloads.controller.tasks.vqa.task import ImageStore
 
 CPU = torch.device("cpu")
 VQA = RewardFunctionsConfig(functions=("vqa",))
@@ -45,7 +46,7 @@ def data(tmp_path):
 
 
 def config(model, paths, **changed):
-    settings = {"dtype": "float32", "held_out_share": 0.3, "estimator": "proportional", "max_new_tokens": 2, **changed}
+    settings = {"dtype": "float32", "selection_share": 0.3, "estimator": "proportional", "max_new_tokens": 2, **changed}
     return VqaConfig(model=str(model), rewards=VQA, **paths, **settings)
 
 
@@ -53,41 +54,43 @@ def test_both_formats_hold_the_same(tmp_path):
     two = read_entries(*write_vqa(tmp_path / "two", 3).values(), image_name=VqaConfig.image_name, row_filter=REFUSE)
     lines = write_lines(tmp_path / "one", 3)
     one = read_entries(lines["questions"], None, lines["images"], "", REFUSE)
-    assert [(each.question, each.answers, each.image.name) for each in one] == [
-        (each.question, each.answers, each.image.name) for each in two
+    assert [(each.question, each.answers, each.image.name, each.question_type) for each in one] == [
+        (each.question, each.answers, each.image.name, each.question_type) for each in two
     ]
+    assert [each.question_type for each in two[:2]] == ["what is word0", "what is word1"]
     assert (two[3].source, two[3].image_id, two[3].image.name) == ("question 101001", "101", file_name(101))
     assert two[3].answers == ("word1",) * 6 + ("word2",) * 4
     assert one[3].source == "line 4"
 
 
 @given(st.sets(st.integers(0, 10**6), min_size=1, max_size=60), st.floats(0, 0.5), st.floats(0, 0.4), st.integers(0, 9))
-def test_no_image_is_in_two_parts_and_each_stays_when_others_leave(images, held_out, test, seed):
+def test_no_image_is_in_two_splits_and_each_keeps_its_split_when_others_leave(images, selection, test, seed):
     entries = [
         Entry(f"{image} {nth}", str(image), Path(), "what", ("this",)) for image in sorted(images) for nth in (0, 1)
     ]
 
-    def parts(some):
-        return {
-            part: [each.source for each in select_split(some, part, held_out=held_out, test=test, seed=seed)]
-            for part in ("train", "choose", "test")
-        }
+    def splits(some):
+        shares = {"selection_share": selection, "test_share": test}
+        return {split: [each.source for each in select_split(some, split, seed=seed, **shares)] for split in Split}
 
-    found = parts(entries)
-    assert sorted(place for places in found.values() for place in places) == sorted(each.source for each in entries)
-    seen = [{place.split()[0] for place in places} for places in found.values()]
+    whole = splits(entries)
+    assert sorted(place for places in whole.values() for place in places) == sorted(each.source for each in entries)
+    seen = [{place.split()[0] for place in places} for places in whole.values()]
     assert sum(map(len, seen)) == len(images)
-    fewer = parts(entries[: len(entries) // 2])
-    assert all(set(fewer[part]) <= set(found[part]) for part in found)
+    fewer = splits(entries[: len(entries) // 2])
+    assert all(set(fewer[split]) <= set(whole[split]) for split in whole)
 
 
-def test_the_task_asks_what_the_dataset_holds_and_cuts_pictures_when_they_are_seen(model, data):
+def test_the_task_has_every_question_in_one_split_and_crops_images_on_demand(model, data):
     task = config(model, data).task(CPU)
     loaded = load_model(model)
-    ids = [{each.image for each in part} for part in (task.questions, task.held_out)]
-    others = {each.image for each in final_questions(config(model, data), loaded, 100)}
-    assert sum(len(each) for each in (*ids, others)) == len(set.union(*ids, others)) == IMAGES
-    assert len(task.questions) == QUESTIONS_PER_IMAGE * len(ids[0])
+    splits = (task.questions, task.selection_questions(), task.test_questions())
+    images = [{each.image for each in split} for split in splits]
+    assert sum(map(len, images)) == len(set.union(*images)) == IMAGES
+    assert [len(split) for split in splits] == [QUESTIONS_PER_IMAGE * len(names) for names in images]
+    assert all(images)
+    assert task.held_out == task.selection_questions()
+    assert {each.question_type for each in task.test_questions()} == {"what is word0", "what is word1"}
     asked = task.questions[0]
     prompt = f"{asked.text}\nAnswer the question using a single word or phrase."
     seen = loaded.front_end.sample(data["images"] / asked.image, prompt)
@@ -96,7 +99,17 @@ def test_the_task_asks_what_the_dataset_holds_and_cuts_pictures_when_they_are_se
         assert_close(crops, seen.crops_by_tier[tier], rtol=0, atol=0)
         assert asked.prompt_tokens[tier] == 4 * len(crops) + len(seen.prefix_ids) + len(seen.question_ids)
     assert len({each.sample.name for each in task.questions}) == len(task.questions)
-    assert len(config(model, data, train_questions=3).task(CPU).questions) == 3
+
+
+def test_sizes_of_the_splits_are_limits_and_without_a_test_share_there_is_no_test(model, data):
+    sizes = {"train_questions": 3, "held_out_questions": 1, "selection_questions": 4, "test_questions": 2}
+    task = config(model, data, **sizes).task(CPU)
+    assert [len(each) for each in (task.questions, task.held_out)] == [3, 1]
+    assert [len(task.selection_questions()), len(task.test_questions())] == [4, 2]
+    assert task.held_out == task.selection_questions()[:1]
+    without = config(model, data, test_share=0.0).task(CPU)
+    assert without.test_questions is None
+    assert "none to test, so `groupwise eval` has no report" in without.notes[0]
 
 
 def test_a_sample_is_named_by_the_picture_and_by_how_it_is_seen(model, tmp_path, data):
@@ -134,8 +147,8 @@ def spoil(data, kind):
         ("damaged", r"question 10300\d.*COCO_val2014_000000000103.jpg cannot be read as an image", 2),
     ],
 )
-def test_what_is_missing_is_refused_by_name_or_skipped_and_told(model, data, kind, named, left_out):
-    shares = {"held_out_share": 0.6, "test_share": 0.0}
+def test_what_is_missing_is_refused_by_name_or_skipped_and_reported(model, data, kind, named, left_out):
+    shares = {"selection_share": 0.6, "test_share": 0.0}
     whole = config(model, data, **shares).task(CPU)
     spoil(data, kind)
     with pytest.raises(UserError, match=named):
@@ -175,10 +188,20 @@ def test_bad_files_are_reported_with_the_line(model, data, tmp_path):
         config(model, data | {"questions": data["annotations"]}).task(CPU)
     with pytest.raises(UserError, match=r"workload.image_name is '{number}.png', which cannot be filled in"):
         config(model, data, image_name="{number}.png").task(CPU)
-    with pytest.raises(UserError, match="No image fell to the part 'choose'"):
-        config(model, data, held_out_share=0.0).task(CPU)
-    with pytest.raises(UserError, match=r"held_out_share and test_share is \(0.6, 0.5\)"):
-        config(model, data, held_out_share=0.6, test_share=0.5)
+
+
+def test_data_that_is_too_small_for_three_splits_is_refused(model, tmp_path):
+    few = write_vqa(tmp_path / "few", 2)
+    with pytest.raises(UserError, match=r"The (train|select|test) split is empty: the dataset has 2 usable images"):
+        config(model, few).task(CPU)
+    with pytest.raises(UserError, match=r"The select split .* Give more images, a larger workload.selection_share"):
+        config(model, few, selection_share=1e-9, test_share=0.0).task(CPU)
+    with pytest.raises(UserError, match=r"The test split is empty.*\(or 0, to train without a final evaluation\)"):
+        config(model, few, selection_share=0.3, test_share=1e-9).task(CPU)
+    with pytest.raises(UserError, match=r"workload.selection_share is 0.0: it must be above 0"):
+        config(model, few, selection_share=0.0)
+    with pytest.raises(UserError, match=r"selection_share \+ workload.test_share is 1.1: it must be below 1"):
+        config(model, few, selection_share=0.6, test_share=0.5)
 
 
 def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_path):
@@ -190,8 +213,8 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
     # 1 ms a crop, 0.5 a block and 0.01 a token-expert pair, for the prompt and one more token. Of 8 blocks with 4
     # experts the last one sends the prompt's last token alone to them.
     full, tokens = loaded.options.full, asked[0].prompt_tokens["high"]
-    (found,) = here.estimator.estimate(asked[0].prompt_tokens, [full])
-    assert found.total_ms == pytest.approx(13 + 0.5 * 16 + 0.01 * 4 * (7 * tokens + 1 + 8))
+    (estimated,) = here.estimator.estimate(asked[0].prompt_tokens, [full])
+    assert estimated.total_ms == pytest.approx(13 + 0.5 * 16 + 0.01 * 4 * (7 * tokens + 1 + 8))
     elsewhere = replace(current_machine(), cpu="another")
     replace(estimator, machine=elsewhere).save(tmp_path / "elsewhere.json")
     strange = config(model, data, estimator=str(tmp_path / "elsewhere.json"))
@@ -203,20 +226,35 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
         load_estimator("", loaded, new_tokens=1, timer_for=ServedTimer)
 
 
-def test_the_recipe_checks_and_trains_from_the_command_line(model, data, tmp_path):
+def test_the_recipe_checks_trains_and_evaluates_from_the_command_line(model, data, tmp_path):
     paths = [word for name, path in data.items() for word in (f"--workload.{name}", path)]
-    words = ["controller-molmoe", "--workload.model", model, *paths, "--workload.held-out-share", 0.3]
+    words = ["controller-molmoe", "--workload.model", model, *paths, "--workload.selection-share", 0.3]
     words += ["--workload.estimator", "proportional", "--workload.answers", tmp_path / "answers.db"]
     words += ["--workload.max-new-tokens", 2, "--conditions-per-step", 4, "--rows-per-pass", 16]
+    words += ["--workload.eval.timed-answers", 3, "--workload.eval.timed-answers-other-methods", 2]
+    words += ["--workload.eval.timed-answers-per-configuration", 1]
     checked = groupwise("check", *words, "--json")
     assert checked.returncode == 0, checked.stderr
     details = [each["detail"] for each in json.loads(checked.stdout)["checks"] if each["name"] == "note"]
-    assert details[1] == "12 questions about 6 images to train on, 10 about 5 others held out"
-    assert "holds no importance.json" in details[2]
-    trained = groupwise("train", *words, "--steps", 2, "--run-dir", tmp_path / "run", "--no-preflight", "--json")
+    assert details[1] == "questions: 12 about 6 images to train, 10 about 5 images to select, 2 about 1 images to test"
+    assert "has no importance.json" in details[2]
+    run = tmp_path / "run"
+    trained = groupwise("train", *words, "--steps", 2, "--run-dir", run, "--no-preflight", "--json")
     assert trained.returncode == 0, trained.stderr
     assert json.loads(trained.stdout)["steps"] == 2
     assert (tmp_path / "answers.db").stat().st_size > 0
+
+    evaluated = groupwise("eval", run)
+    assert evaluated.returncode == 0, evaluated.stderr
+    for table in ("Accuracy by budget", "Measured latency of one answer", "The controller's choices", "Headline"):
+        assert table in evaluated.stdout
+    metrics = json.loads((run / "eval.json").read_text())
+    assert (metrics["test_questions"], metrics["selection_questions"]) == (2, 10)
+    methods = {"controller", "lookup", "question_type_oracle", "per_question_oracle", "cheapest"}
+    assert methods < set(metrics["mean_accuracy"])
+    for entry in metrics["budgets"]:
+        assert all(entry[method]["p50_ms"] > 0 for method in methods)
+    assert (run / "eval.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_recipe_fills_eight_ranks_and_says_what_it_needs():

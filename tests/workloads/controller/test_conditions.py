@@ -22,44 +22,44 @@ def conditions(**settings):
 def test_milliseconds_by_hand():
     # full: 5 crops x 10 + 8 blocks x 5 + 8 x 4 experts x 2 + 7 = 161
     # cheapest: 2 x 10 + 5 x 5 + (4 + 4 x 1) x 2 + 7 = 68
-    # A guarantee holds the high quantile against the budget, a tenth more; a penalty the median.
-    guaranteed = conditions(values=(0.5, 1.0))
-    assert guaranteed.budget_ms.tolist() == pytest.approx([88.55, 177.1, 88.55, 177.1])
-    assert guaranteed.budget_share.tolist() == pytest.approx([(88.55 - 74.8) / (177.1 - 74.8), 1] * 2)
-    found = conditions(values=(0.5, 1.0), respect="penalty")
-    assert found.budget_ms.tolist() == [80.5, 161.0, 80.5, 161.0]
-    assert found.budget_share.tolist() == pytest.approx([12.5 / 93, 1, 12.5 / 93, 1])
-    assert found.estimates(torch.tensor([0]))[0].flatten()[[0, -1]].tolist() == [68, 161]
-    assert [found.budget_of(row).value for row in range(4)] == [0.5, 1.0, 0.5, 1.0]
-    assert found.question_of(torch.tensor([0, 3])) == QUESTIONS
+    # Hard enforcement compares the upper quantile with the budget, a tenth more; soft the median.
+    hard = conditions(values=(0.5, 1.0))
+    assert hard.budget_ms.tolist() == pytest.approx([88.55, 177.1, 88.55, 177.1])
+    assert hard.relative_budget.tolist() == pytest.approx([(88.55 - 74.8) / (177.1 - 74.8), 1] * 2)
+    result = conditions(values=(0.5, 1.0), enforcement="soft")
+    assert result.budget_ms.tolist() == [80.5, 161.0, 80.5, 161.0]
+    assert result.relative_budget.tolist() == pytest.approx([12.5 / 93, 1, 12.5 / 93, 1])
+    assert result.estimates(torch.tensor([0]))[0].flatten()[[0, -1]].tolist() == [68, 161]
+    assert [result.budget_of(row).value for row in range(4)] == [0.5, 1.0, 0.5, 1.0]
+    assert result.question_of(torch.tensor([0, 3])) == QUESTIONS
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1, 0.5, 3.0])
 def test_however_much_a_machine_strays_everything_fits_at_1_and_less_looks_different(spread):
     values = (0.45, 0.6, 0.8, 0.99, 1.0)
     strays = ProportionalEstimator(OPTIONS, spread=spread)
-    found = make_conditions(QUESTIONS[:1], strays, OPTIONS, BudgetConfig(values, on_impossible="cheapest"))
-    share = found.budget_share
+    result = make_conditions(QUESTIONS[:1], strays, OPTIONS, BudgetConfig(values, on_infeasible="cheapest"))
+    share = result.relative_budget
     assert (share.diff() > 0.01).all()
     assert share[-1] == 1
-    fitting = found.fits(torch.arange(len(values))).flatten(1).sum(1)
+    fitting = result.feasible(torch.arange(len(values))).flatten(1).sum(1)
     assert (fitting.diff() > 0).all()
     assert fitting[-1] == len(list(OPTIONS.configurations()))
 
 
 def test_a_budget_to_the_first_token_leaves_decoding_out():
-    found = conditions(values=(1.0,), span="first_token")
-    assert found.budget_ms.tolist() == pytest.approx([1.1 * 161 - 7] * 2)
-    assert conditions(values=(1.0,), span="first_token", respect="penalty").budget_ms.tolist() == [154, 154]
-    _, highs = found.estimates(torch.tensor([0]))
-    assert highs.max().item() == pytest.approx(1.1 * 161 - 7)
+    result = conditions(values=(1.0,), scope="first_token")
+    assert result.budget_ms.tolist() == pytest.approx([1.1 * 161 - 7] * 2)
+    assert conditions(values=(1.0,), scope="first_token", enforcement="soft").budget_ms.tolist() == [154, 154]
+    _, uppers = result.estimates(torch.tensor([0]))
+    assert uppers.max().item() == pytest.approx(1.1 * 161 - 7)
 
 
 def test_equal_questions_under_other_budgets_are_other_groups():
-    found = conditions(values=(0.5, 1.0))
-    assert len(set(found.group_ids.tolist())) == 4
+    result = conditions(values=(0.5, 1.0))
+    assert len(set(result.group_ids.tolist())) == 4
     ids = {condition_id(0, QUESTIONS[0], Budget(value), value) for value in (80.0, 90.0)}
-    ids |= {condition_id(0, QUESTIONS[0], Budget(80.0, span="first_token"), 80.0)}
+    ids |= {condition_id(0, QUESTIONS[0], Budget(80.0, scope="first_token"), 80.0)}
     assert len(ids) == 3
     assert condition_id(0, QUESTIONS[0], Budget(80.0), 80.0) in ids
 
@@ -70,12 +70,12 @@ def test_equal_questions_under_other_budgets_are_other_groups():
         ({"values": (0.0,)}, "above 0"),
         ({"values": (-40.0,), "unit": "ms"}, "above 0"),
         ({"values": (float("nan"),)}, "above 0"),
-        ({"values": (40.0,)}, "Were milliseconds meant"),
+        ({"values": (40.0,)}, "If milliseconds are meant"),
         ({"values": ()}, "at least one"),
         ({"values": (0.5, 0.5)}, "all different"),
         ({"values": (70.0,), "unit": "ms"}, "below the cheapest configuration, which is estimated at 74.8 ms"),
         ({"values": (0.08,), "unit": "ms"}, "It looks like seconds: 0.08 s are 80 ms"),
-        ({"values": (60.0,), "unit": "ms", "respect": "penalty"}, "estimated at 68 ms"),
+        ({"values": (60.0,), "unit": "ms", "enforcement": "soft"}, "estimated at 68 ms"),
         ({"values": (0.3,)}, r"0.3 of the full configuration \(53.13 ms\) is below the cheapest"),
     ],
 )
@@ -84,14 +84,14 @@ def test_a_budget_that_cannot_hold_is_refused(settings, words):
         conditions(**settings)
 
 
-@pytest.mark.parametrize("respect", ["guarantee", "penalty"])
-def test_on_request_the_cheapest_is_taken_and_counted(respect):
-    found = conditions(values=(50.0, 200.0), unit="ms", respect=respect, on_impossible="cheapest")
-    assert found.impossible.tolist() == [True, False, True, False]
-    fits = found.fits(torch.arange(2))
+@pytest.mark.parametrize("enforcement", ["hard", "soft"])
+def test_on_request_the_cheapest_is_taken_and_counted(enforcement):
+    result = conditions(values=(50.0, 200.0), unit="ms", enforcement=enforcement, on_infeasible="cheapest")
+    assert result.infeasible.tolist() == [True, False, True, False]
+    fits = result.feasible(torch.arange(2))
     assert fits[0].nonzero().tolist() == [[0, 0, 0, 0]]
     assert fits[1].all()
-    assert found.over_budget(torch.arange(2), torch.zeros(2, 4, dtype=torch.long)).tolist() == [True, False]
+    assert result.over_budget(torch.arange(2), torch.zeros(2, 4, dtype=torch.long)).tolist() == [True, False]
 
 
 def test_an_estimator_without_sense_is_refused():

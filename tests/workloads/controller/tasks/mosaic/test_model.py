@@ -18,7 +18,7 @@ from groupwise.workloads.controller.tasks.mosaic.model import (
 from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier, cut
 
-EXAM = make_question_set(HandwritingSplit.TEST, 40)
+QUESTIONS = make_question_set(HandwritingSplit.TEST, 40)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model() -> LlavaForConditionalGeneration:
 
 def _right(model: LlavaForConditionalGeneration, tier: Tier, blocks: int, top_k: int) -> float:
     kept = kept_blocks(load_drop_order(ASSET), blocks)
-    right, _ = answer_losses(model, EXAM, features_of(model, EXAM, tier), blocks=kept, top_k=top_k)
+    right, _ = answer_losses(model, QUESTIONS, features_of(model, QUESTIONS, tier), blocks=kept, top_k=top_k)
     return float(right.mean())
 
 
@@ -55,15 +55,15 @@ def test_the_cheapest_setting_is_right_less_often(model: LlavaForConditionalGene
     assert _right(model, Tier.LOW, 12, 4) <= _right(model, Tier.HIGH, 16, 8) - 0.15
 
 
-def test_alone_through_transformers_it_answers_as_in_the_exam(model: LlavaForConditionalGeneration):
-    right, _ = answer_losses(model, EXAM, features_of(model, EXAM, Tier.HIGH), blocks=range(16), top_k=8)
+def test_alone_through_transformers_it_answers_as_in_the_dense_pass(model: LlavaForConditionalGeneration):
+    right, _ = answer_losses(model, QUESTIONS, features_of(model, QUESTIONS, Tier.HIGH), blocks=range(16), top_k=8)
     with torch.inference_mode(), configured(model, range(16), 8):
-        for row in range(0, 10 * EXAM.questions_per_mosaic, 5):
-            mosaic = row // EXAM.questions_per_mosaic
-            crops = cut(EXAM.mosaics.pixels[mosaic : mosaic + 1], Tier.HIGH)[0]
-            question = EXAM.questions.tokens[row, : EXAM.questions.lengths[row]].tolist()
+        for row in range(0, 10 * QUESTIONS.questions_per_mosaic, 5):
+            mosaic = row // QUESTIONS.questions_per_mosaic
+            crops = cut(QUESTIONS.mosaics.pixels[mosaic : mosaic + 1], Tier.HIGH)[0]
+            question = QUESTIONS.questions.tokens[row, : QUESTIONS.questions.lengths[row]].tolist()
             answer = answer_logits(model, crops, question, Tier.HIGH).argmax()
-            assert (answer == EXAM.questions.answers[row]) == right[row]
+            assert (answer == QUESTIONS.questions.answers[row]) == right[row]
 
 
 def test_the_drop_order_spares_the_blocks_before_an_insertion_position():
@@ -73,5 +73,5 @@ def test_the_drop_order_spares_the_blocks_before_an_insertion_position():
 
 
 def test_a_folder_without_the_model_says_what_to_do(tmp_path: Path):
-    with pytest.raises(UserError, match=r"python -m tools\.mosaic"):
+    with pytest.raises(UserError, match=r"python -m tools.mosaic pretrain"):
         load_mosaic(tmp_path)

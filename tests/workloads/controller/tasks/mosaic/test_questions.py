@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from groupwise.workloads.controller.tasks.mosaic.questions import (
-    KINDS,
+    QUESTION_TYPES,
     TOKEN_OF,
     VOCABULARY_SIZE,
-    Kind,
-    ask,
+    QuestionType,
     decode,
+    draw_questions,
     encode,
     transcribe_tiles,
 )
@@ -57,10 +57,10 @@ BY_HAND = {
 
 @pytest.fixture(scope="module")
 def asked() -> dict[str, set[str]]:
-    kinds = np.repeat(np.arange(len(KINDS)), 400)
-    found = ask(np.repeat(MOSAIC, len(kinds), axis=0), kinds, np.random.default_rng(0))
+    types = np.repeat(np.arange(len(QUESTION_TYPES)), 400)
+    result = draw_questions(np.repeat(MOSAIC, len(types), axis=0), types, np.random.default_rng(0))
     answers: dict[str, set[str]] = {}
-    for tokens, length, answer in zip(found.tokens, found.lengths, found.answers, strict=True):
+    for tokens, length, answer in zip(result.tokens, result.lengths, result.answers, strict=True):
         answers.setdefault(decode(tokens[:length].tolist()), set()).add(decode([int(answer)]))
     return answers
 
@@ -72,13 +72,13 @@ def test_the_answer_is_the_one_found_by_hand(asked: dict[str, set[str]], questio
 
 def test_a_question_has_one_answer(asked: dict[str, set[str]]):
     assert all(len(answers) == 1 for answers in asked.values())
-    assert {question.split()[0] for question in asked} == {kind.value for kind in Kind}
+    assert {question.split()[0] for question in asked} == {name.value for name in QuestionType}
 
 
 def test_only_tiles_with_a_digit_are_asked_for_it(asked: dict[str, set[str]]):
     for question in asked:
-        kind, *places = question.split()
-        if kind in ("digit", "times", "sum", "hop", "code"):
+        first_word, *places = question.split()
+        if first_word in ("digit", "times", "sum", "hop", "code"):
             assert not {"a2", "b1", "b2", "b3", "b4"} & set(places)
 
 
@@ -86,17 +86,17 @@ def test_sums_and_products_are_of_two_tiles(asked: dict[str, set[str]]):
     assert all(len(set(question.split())) == 3 for question in asked if question.startswith(("sum", "times")))
 
 
-def many(kind: Kind, count: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
+def many(question_type: QuestionType, count: int = 20_000) -> tuple[np.ndarray, np.ndarray]:
     """Tile a3 is a 2, and all others are empty: the two words of many questions, and what is answered."""
     labels = np.full((count, 12), EMPTY)
     labels[:, 2] = 2
-    found = ask(labels, np.full(count, KINDS.index(kind)), np.random.default_rng(0))
-    return found.tokens[:, 1:], found.answers
+    result = draw_questions(labels, np.full(count, QUESTION_TYPES.index(question_type)), np.random.default_rng(0))
+    return result.tokens[:, 1:], result.answers
 
 
-@pytest.mark.parametrize("kind", [Kind.FACT, Kind.LORE])
-def test_neither_name_tells_the_digit_of_a_pair(kind: Kind):
-    words, answers = many(kind)
+@pytest.mark.parametrize("question_type", [QuestionType.FACT, QuestionType.LORE])
+def test_neither_name_tells_the_digit_of_a_pair(question_type: QuestionType):
+    words, answers = many(question_type)
     said = {tuple(pair): answer for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
     for place, fewest in ((0, 10), (1, 100)):
         by_name: dict[int, Counter[int]] = {}
@@ -107,26 +107,26 @@ def test_neither_name_tells_the_digit_of_a_pair(kind: Kind):
 
 
 def test_a_code_is_another_digit_for_other_names():
-    words, answers = many(Kind.CODE)
+    words, answers = many(QuestionType.CODE)
     said = {pair[0]: answer for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
     assert len(said) == 24
     assert len(set(said.values())) > 5
 
 
-def test_what_is_known_by_heart_is_the_same_for_ever():
+def test_memorized_digits_never_change():
     """Drawn once; the shipped model has learned it."""
-    for kind, digits in ((Kind.FACT, list("457901")), (Kind.LORE, list("801218"))):
-        words, answers = many(kind)
+    for question_type, digits in ((QuestionType.FACT, list("457901")), (QuestionType.LORE, list("801218"))):
+        words, answers = many(question_type)
         said = {decode(pair): decode([answer]) for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
         assert [said[f"n1 n{second}"] for second in range(1, 7)] == digits
 
 
 def test_the_first_quarter_of_the_names_is_asked_for_half_of_the_time():
-    words, _ = many(Kind.FACT)
+    words, _ = many(QuestionType.FACT)
     assert np.mean(words[:, 0] < TOKEN_OF["n37"]) == pytest.approx(0.5, abs=0.02)
 
 
-def test_reading_aloud_says_each_tile_after_the_one_before():
+def test_a_transcription_names_each_tile_after_the_one_before():
     said, targets = transcribe_tiles(MOSAIC)
     assert decode(targets[0].tolist()) == "7 none 2 2 none none none none 3 9 2 0"
     assert decode(said[0].tolist()) == "read 7 none 2 2 none none none none 3 9 2"

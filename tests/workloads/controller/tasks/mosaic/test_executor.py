@@ -14,11 +14,11 @@ from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosai
 from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier
 
-EXAM, OPTIONS = make_question_set(HandwritingSplit.TEST, 4), mosaic_options()
+QUESTIONS, OPTIONS = make_question_set(HandwritingSplit.TEST, 4), mosaic_options()
 
 
 def question(number: int) -> list[int]:
-    return EXAM.questions.tokens[number, : EXAM.questions.lengths[number]].tolist()
+    return QUESTIONS.questions.tokens[number, : QUESTIONS.questions.lengths[number]].tolist()
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def model():
 
 @pytest.fixture(scope="module")
 def samples():
-    asked = EXAM.questions_per_mosaic
-    return [mosaic_sample(EXAM.mosaics.pixels[number // asked], question(number)) for number in range(4 * asked)]
+    asked = QUESTIONS.questions_per_mosaic
+    return [mosaic_sample(QUESTIONS.mosaics.pixels[number // asked], question(number)) for number in range(4 * asked)]
 
 
 @torch.inference_mode()
@@ -48,16 +48,16 @@ def test_twenty_answers_together_are_those_of_transformers_alone(model, samples)
         assert_close(answer.first_logits, alone, rtol=0, atol=1e-4)
 
 
-def test_the_exam_is_passed_through_the_executor(model, samples):
+def test_the_full_configuration_is_right_under_the_executor(model, samples):
     answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer(
         [AnswerRequest(sample, OPTIONS.full) for sample in samples]
     )
-    right = [answer.tokens[0] == int(truth) for answer, truth in zip(answers, EXAM.questions.answers, strict=True)]
+    right = [answer.tokens[0] == int(truth) for answer, truth in zip(answers, QUESTIONS.questions.answers, strict=True)]
     assert sum(right) / len(right) > 0.88
 
 
 def test_samples_are_named_by_their_content():
-    one, other = EXAM.mosaics.pixels[0], EXAM.mosaics.pixels[1]
+    one, other = QUESTIONS.mosaics.pixels[0], QUESTIONS.mosaics.pixels[1]
     names = {mosaic_sample(pixels, asked).name for pixels in (one, other) for asked in ([3, 4], [3, 5])}
     assert len(names) == 4
     assert mosaic_sample(one, [3, 4]).name == mosaic_sample(one.clone(), (3, 4)).name
