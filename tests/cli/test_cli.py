@@ -156,7 +156,7 @@ def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatc
     error = json.loads(out)
     assert set(error) == {"error"}
     assert says in error["error"]
-    assert error["error"] in " ".join(re.sub("[\u2500-\u257f]", " ", err).split()) or not words
+    assert error["error"] in " ".join(re.sub("[\u2500-\u257f]|-{3,}", " ", err).split()) or not words
     assert "Traceback" not in err
 
 
