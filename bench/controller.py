@@ -110,7 +110,7 @@ def _trained_exactly(config: gw.Config) -> ControllerWorkload:
     source = torch.Generator().manual_seed(config.seed)
     for step in range(config.steps):
         rows = torch.randperm(len(training), generator=source)[: config.conditions_per_step]
-        logp = workload.controller.path_logp(training, rows)
+        logp = workload.controller.configuration_logp(training, rows)
         earned = (logp.exp() * rewards[rows].to(logp)).flatten(1).sum(1).mean()
         entropy = -(logp.exp() * logp).flatten(1).sum(1).mean()
         optimizer.zero_grad()

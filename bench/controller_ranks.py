@@ -1,7 +1,7 @@
-"""A controller's training on 1 and on 2 processes of one thread each: the same steps, nothing remembered beforehand.
+"""A controller's training on 1 and on 2 processes of one thread each: the same steps, nothing cached beforehand.
 
-Every step draws other conditions, so answers and hidden states are computed, not recalled. Rounds alternate between the
-two, and the ratio is the median over rounds; start-up, preflight and evaluation are left out.
+Every step draws other conditions, so answers and hidden states are computed, not read from a cache. Rounds alternate
+between the two, and the ratio is the median over rounds; start-up, preflight and evaluation are left out.
 
 python bench/controller_ranks.py --steps 4 --rounds 3
 """
@@ -32,18 +32,18 @@ def worker(output: Path, steps: int, placement: str) -> None:
     from groupwise.training.run import set_up
 
     recipe = load_recipe("controller")
-    # Questions that nobody has asked yet: no answer to them is shipped.
-    cold = replace(recipe.workload, question_seed=1, estimator="counted")
+    # Other questions than the shipped ones: none of their answers is precomputed.
+    cold = replace(recipe.workload, question_seed=1, estimator="proportional")
     config = replace(recipe, workload=cold, steps=steps + 1, placement=placement)
     setup = set_up(config)
     taken = training_steps(setup)
     rewards = [next(taken).metrics["reward"]]
     setup.comm.barrier()
-    begun, worked = time.perf_counter(), time.process_time()
+    started, started_cpu = time.perf_counter(), time.process_time()
     rewards += [step.metrics["reward"] for step in taken]
-    busiest = setup.comm.max(time.process_time() - worked)[0]
+    busiest = setup.comm.max(time.process_time() - started_cpu)[0]
     setup.comm.barrier()
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     if connect().is_main:
         output.write_text(json.dumps({"seconds": seconds, "busiest": busiest, "rewards": rewards}))
     disconnect()
@@ -51,32 +51,32 @@ def worker(output: Path, steps: int, placement: str) -> None:
 
 def timed(ranks: int, steps: int, placement: str) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
-        output = Path(folder) / "found.json"
-        words = [__file__, "--worker", output, "--steps", steps, "--placement", placement]
-        ended = on_ranks(ranks, words, seconds=1800)
-        if ended.returncode:
-            sys.exit(ended.stderr)
+        output = Path(folder) / "times.json"
+        arguments = [__file__, "--worker", output, "--steps", steps, "--placement", placement]
+        process = on_ranks(ranks, arguments, seconds=1800)
+        if process.returncode:
+            sys.exit(process.stderr)
         return json.loads(output.read_text())
 
 
 def main(steps: int, rounds: int, placement: str) -> None:
-    found = {ranks: [] for ranks in (1, 2)}
+    runs_by_ranks = {ranks: [] for ranks in (1, 2)}
     for _ in range(rounds):
-        for ranks, runs in found.items():
+        for ranks, runs in runs_by_ranks.items():
             runs.append(timed(ranks, steps, placement))
     clock, busiest = (
-        {ranks: statistics.median(run[name] for run in runs) for ranks, runs in found.items()}
+        {ranks: statistics.median(run[name] for run in runs) for ranks, runs in runs_by_ranks.items()}
         for name in ("seconds", "busiest")
     )
-    pairs = list(zip(found[1], found[2], strict=True))
+    pairs = list(zip(runs_by_ranks[1], runs_by_ranks[2], strict=True))
     ratio = statistics.median(one["seconds"] / two["seconds"] for one, two in pairs)
     share = statistics.median(one["busiest"] / two["busiest"] for one, two in pairs)
-    rewards = [run["rewards"] for runs in found.values() for run in runs]
+    rewards = [run["rewards"] for runs in runs_by_ranks.values() for run in runs]
     same = max(abs(a - b) for other in rewards for a, b in zip(rewards[0], other, strict=True))
     print(
         f"controller, {steps} steps of 32 conditions x 8 members, placement {placement}, one thread a process, measured"
     )
-    for ranks in found:
+    for ranks in runs_by_ranks:
         name = f"{ranks} process{'es' * (ranks > 1)}"
         print(
             f"  {name:<12} {clock[ranks]:7.2f} s, busiest process {busiest[ranks]:7.2f} s of CPU (medians of {rounds})"

@@ -14,7 +14,6 @@ from itertools import compress
 
 import numpy as np
 from sklearn.ensemble import RandomForestRegressor
-from tools.mosaic.importance import make_exam
 
 from groupwise.dist.process import configure_process
 from groupwise.latency.estimator import LatencyEstimator, cross_folds
@@ -22,12 +21,13 @@ from groupwise.latency.machine import current_machine
 from groupwise.latency.records import STAGES
 from groupwise.latency.regression import Observation, feature_columns, stage_ms, total_ms
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, architecture_fingerprint
-from groupwise.workloads.controller.latency.profile import profile, prompt_length, time_answer
+from groupwise.workloads.controller.latency.profile import profile, time_answer
 from groupwise.workloads.controller.model.adapters import LlavaAdapter, Sample
 from groupwise.workloads.controller.model.executor import Executor
-from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.model.inputs import prompt_length
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options, mosaic_sample
+from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
-from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
 FOLDS = 3
 Estimate = tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]
@@ -38,7 +38,7 @@ Folds = Callable[[Sequence[Observation]], Iterator[tuple[np.ndarray, np.ndarray]
 
 
 def samples_of(mosaics: int) -> list[Sample]:
-    exam = make_exam(HandwritingSplit.VALIDATION, mosaics, per_kind=1)
+    exam = make_question_set(HandwritingSplit.VALIDATION, mosaics, per_type=1)
     asked = zip(exam.questions.tokens, exam.questions.lengths, strict=True)
     return [
         mosaic_sample(exam.mosaics.pixels[row // exam.questions_per_mosaic], words[:length].tolist())
@@ -127,7 +127,7 @@ def _elsewhere(one: Observation) -> Observation:
 def predict_ms(executor: Executor, seen: Sequence[Observation], sample: Sample, new_tokens: int) -> tuple[int, float]:
     """Median milliseconds to estimate all settings of a sample, and how many there are."""
     asked = KnobLatencyEstimator(LatencyEstimator.fit(seen, model="mosaic"), executor.options, new_tokens=new_tokens)
-    prompt_tokens = {tier: prompt_length(executor.adapter, sample, tier) for tier in executor.options.crops}
+    prompt_tokens = {tier: prompt_length(executor.adapter, sample, tier) for tier in executor.options.crops_by_tier}
     times = []
     for _ in range(50):
         begun = time.perf_counter()

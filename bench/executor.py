@@ -11,23 +11,27 @@ from __future__ import annotations
 
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import torch
-from tools.mosaic.importance import make_exam
 from torch.profiler import ProfilerActivity, profile
 from transformers import LlavaForConditionalGeneration
 
 from groupwise.dist.process import configure_process
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
 from groupwise.workloads.controller.model.answer_cache import AnswerCache, answer_with_cache
-from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor
+from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor, PrefixItem
 from groupwise.workloads.controller.model.knobs import WorkCounts
-from groupwise.workloads.controller.tasks.mosaic.model import configured, load_mosaic, prompt
-from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options, mosaic_sample
+from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN, make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier
-from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+from tiny.mosaic import configured, prompt_ids
 
 OPTIONS = mosaic_options()
 SERIAL = "serial: latency token, then generate"
@@ -44,13 +48,17 @@ OPERATORS = {
 
 
 def twenty_requests() -> list[AnswerRequest]:
-    exam, chance, every = make_exam(HandwritingSplit.TEST, 4), random.Random(0), list(OPTIONS.all())
+    drawn, rng, configurations = (
+        make_question_set(HandwritingSplit.TEST, 4),
+        random.Random(0),
+        list(OPTIONS.configurations()),
+    )
     requests = []
-    for number in range(4):
-        row = number * exam.questions_per_mosaic + 3 * number
-        asked = exam.questions.tokens[row, : exam.questions.lengths[row]].tolist()
-        sample = mosaic_sample(exam.mosaics.pixels[number], asked)
-        requests += [AnswerRequest(sample, chance.choice(every)) for _ in range(5)]
+    for mosaic in range(4):
+        row = mosaic * drawn.questions_per_mosaic + 3 * mosaic
+        question_ids = drawn.questions.tokens[row, : drawn.questions.lengths[row]].tolist()
+        sample = mosaic_sample(drawn.mosaics.pixels[mosaic], question_ids)
+        requests += [AnswerRequest(sample, rng.choice(configurations)) for _ in range(5)]
     return requests
 
 
@@ -61,8 +69,8 @@ def latency_token(model: LlavaForConditionalGeneration, request: AnswerRequest) 
     last_block = model.model.language_model.layers[knobs.insertion_position - 1]
     hook = last_block.register_forward_hook(lambda _, __, output: seen.append(output))
     with configured(model, range(knobs.insertion_position), OPTIONS.full_top_k):
-        ids = prompt([*request.sample.question, PAD_TOKEN], Tier(knobs.tier))
-        model.model(input_ids=ids, pixel_values=request.sample.crops[knobs.tier], use_cache=False)
+        ids = prompt_ids([*request.sample.question_ids, PAD_TOKEN], Tier(knobs.tier))
+        model.model(input_ids=ids, pixel_values=request.sample.crops_by_tier[knobs.tier], use_cache=False)
     hook.remove()
     return seen[0][0, -1]
 
@@ -70,22 +78,22 @@ def latency_token(model: LlavaForConditionalGeneration, request: AnswerRequest) 
 @torch.inference_mode()
 def generated(model: LlavaForConditionalGeneration, request: AnswerRequest) -> int:
     knobs = request.knobs
-    kept = [block for block, top_k in enumerate(OPTIONS.path(knobs)) if top_k]
+    kept = [block for block, top_k in enumerate(OPTIONS.block_path(knobs)) if top_k]
     with configured(model, kept, knobs.top_k, knobs.insertion_position):
-        ids = prompt(request.sample.question, Tier(knobs.tier))
-        pixels = request.sample.crops[knobs.tier]
+        ids = prompt_ids(request.sample.question_ids, Tier(knobs.tier))
+        pixels = request.sample.crops_by_tier[knobs.tier]
         return int(model.generate(input_ids=ids, pixel_values=pixels, max_new_tokens=1, do_sample=False)[0, -1])
 
 
 def together(
     executor: Executor, requests: Sequence[AnswerRequest]
 ) -> tuple[list[Answer], WorkCounts, list[torch.Tensor]]:
-    """The same for all of them at once: the latency tokens, then the answers."""
-    heads = {request.head: (request.sample, request.knobs.tier) for request in requests}
-    prefix = executor.prefix(list(heads.values()), executor.adapter.embed(torch.tensor([PAD_TOKEN]))[0])
-    tokens = [prefix.latency_tokens[request.head][request.knobs.insertion_position - 1] for request in requests]
+    """The same for all of them in one batch: the latency tokens, then the answers."""
+    items = {request.prompt_key: PrefixItem([request.sample], request.knobs.tier) for request in requests}
+    prefix = executor.run_prefix(list(items.values()), executor.adapter.embed(torch.tensor([PAD_TOKEN]))[0])
+    tokens = [prefix.latency_tokens[request.prompt_key][request.knobs.insertion_position] for request in requests]
     answers, work = executor.answer(requests, prefix=prefix)
-    return answers, prefix.known.work + work, tokens
+    return answers, prefix.computed.counter.counts + work, tokens
 
 
 def milliseconds(act: Callable[[], object]) -> float:
@@ -119,24 +127,24 @@ def main() -> None:
     configure_process(1)
     model = load_mosaic()
     model.generation_config.pad_token_id = PAD_TOKEN
-    executor, memory, requests = Executor(LlavaAdapter(model), OPTIONS), AnswerCache("mosaic"), twenty_requests()
+    executor, cache, requests = Executor(LlavaAdapter(model), OPTIONS), AnswerCache("mosaic"), twenty_requests()
     answers, work, tokens = together(executor, requests)
     assert [answer.tokens[0] for answer in answers] == [generated(model, request) for request in requests]
     torch.testing.assert_close(tokens, [latency_token(model, request) for request in requests], atol=1e-4, rtol=1e-4)
-    answer_with_cache(executor, memory, requests)
+    answer_with_cache(executor, cache, requests)
     ways: dict[str, Callable[[], object]] = {
         SERIAL: lambda: [(latency_token(model, request), generated(model, request)) for request in requests],
         "serial: answers only": lambda: [generated(model, request) for request in requests],
         COLD: lambda: together(executor, requests),
         "executor, cold, answers only": lambda: executor.answer(requests),
-        "executor, remembered": lambda: answer_with_cache(executor, memory, requests),
+        "executor, cached": lambda: answer_with_cache(executor, cache, requests),
     }
     rounds = [{name: milliseconds(way) for name, way in ways.items()} for _ in range(9)]
-    medians = {name: statistics.median(found[name] for found in rounds) for name in ways}
+    medians = {name: statistics.median(times[name] for times in rounds) for name in ways}
     print("4 samples x 5 configurations, one thread, median of 9 alternating rounds, measured")
     for name, median in medians.items():
         print(f"  {name:<48} {median:9.2f} ms  {medians[SERIAL] / median:9.2f}x")
-    print(f"  ratio of each round: {', '.join(f'{found[SERIAL] / found[COLD]:.1f}' for found in rounds)}")
+    print(f"  ratio of each round: {', '.join(f'{times[SERIAL] / times[COLD]:.1f}' for times in rounds)}")
     print(f"  work of the executor: {work}")
     print("where a cold call's time goes, profiled")
     for name, spent in where_time_goes(executor, requests).items():

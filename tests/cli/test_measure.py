@@ -4,11 +4,11 @@ import json
 
 import pytest
 import torch
+from tiny.llava import llava_olmoe
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
-from workloads.controller.tiny import llava_olmoe
 
 from groupwise.cli.main import main
-from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
+from groupwise.workloads.controller.tasks.mosaic.model import mosaic_options
 
 DENSE = LlamaConfig(
     vocab_size=40,
@@ -41,8 +41,8 @@ def test_mosaic_by_tier_depth_and_top_k(capsys, tmp_path):
     assert code == 0, err
     found, options = json.loads(out), mosaic_options()
     settings = {(row["tier"], row["blocks"], row["top_k"]) for row in found["measured"]}
-    by_depth = {(tier, blocks, options.full_top_k) for tier in options.crops for blocks in options.block_totals}
-    by_top_k = {(tier, options.total_blocks, top_k) for tier in options.crops for top_k in options.top_ks}
+    by_depth = {(tier, blocks, options.full_top_k) for tier in options.crops_by_tier for blocks in options.block_totals}
+    by_top_k = {(tier, options.total_blocks, top_k) for tier in options.crops_by_tier for top_k in options.top_ks}
     assert settings == by_depth | by_top_k
     assert len(found["measured"]) == len(settings)
     for row in found["measured"]:

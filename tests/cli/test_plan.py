@@ -84,7 +84,14 @@ def test_recipes_are_planned(recipe, capsys):
 SMALL = ["--conditions-per-step", "2", "--group-size", "2", "--rows-per-pass", "2"]
 FEW = {
     "chat": ["--workload.sampling.max-new-tokens", "8", "--workload.data.max-prompt-tokens", "64"],
-    "controller": ["--workload.estimator", "counted", "--workload.mosaics", "2", "--workload.held-out-mosaics", "1"],
+    "controller": [
+        "--workload.estimator",
+        "proportional",
+        "--workload.mosaics",
+        "2",
+        "--workload.held-out-mosaics",
+        "1",
+    ],
     "flow": ["--workload.scenes", "4", "--workload.held-out-scenes", "1"],
 }
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from workloads.controller.tiny import llava_olmoe
+from tiny.llava import llava_olmoe
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
@@ -22,7 +22,9 @@ def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
     estimator = LatencyEstimator.load(file, model=architecture_fingerprint(loaded.model))
     assert told["answers"] == len(estimator.ratios) >= 19
     assert told["median_error"] >= 0
-    rows = KnobLatencyEstimator(estimator, loaded.options, new_tokens=2).rows(dict.fromkeys(loaded.options.crops, 40))
+    rows = KnobLatencyEstimator(estimator, loaded.options, new_tokens=2).rows(
+        dict.fromkeys(loaded.options.crops_by_tier, 40)
+    )
     assert (rows.upper_ms > 0).all()
     with pytest.raises(UserError, match="was fitted for"):
         LatencyEstimator.load(file, model="another")

@@ -4,9 +4,9 @@ import time
 
 import pytest
 import torch
+from tiny.llava import OPTIONS, llava_olmoe, sample
 from torch import nn
 from transformers import SiglipVisionConfig, SiglipVisionModel
-from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 from groupwise.core.errors import UserError
 from groupwise.latency.meter import LatencyMeter, ModelParts, find_model_parts

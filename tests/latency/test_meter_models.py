@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from tiny.llava import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -18,11 +19,10 @@ from transformers import (
     Qwen3VLMoeConfig,
     Qwen3VLMoeForConditionalGeneration,
 )
-from workloads.controller.tiny import IMAGE_TOKEN, OPTIONS, llava_olmoe, sample
 
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.workloads.controller.model.adapters import adapter_for
-from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixItem
 from groupwise.workloads.controller.model.knobs import Knobs
 
 SMALL = {
@@ -56,7 +56,7 @@ def text_model(config_class, model_class, **more):
 
 
 def llava():
-    crops, question = sample(0).crops["low"], [1, 2, 3]
+    crops, question = sample(0).crops_by_tier["low"], [1, 2, 3]
     ids = [IMAGE_TOKEN] * (len(crops) * 4) + question
     return llava_olmoe(), {"input_ids": torch.tensor([ids]), "pixel_values": crops}
 
@@ -167,7 +167,7 @@ def test_the_executor_is_split_into_stages_and_skipped_blocks_cost_nothing(token
     executor, knobs, asked = Executor(adapter_for(model), OPTIONS), Knobs("medium", 2, 1, 5), sample(2)
 
     def answer():
-        prefix = executor.prefix([(asked, knobs.tier)], torch.zeros(32)) if with_prefix else None
+        prefix = executor.run_prefix([PrefixItem([asked], knobs.tier)], torch.zeros(32)) if with_prefix else None
         executor.answer([AnswerRequest(asked, knobs)], prefix=prefix, max_new_tokens=tokens)
 
     timing = LatencyMeter(parts, clock=clock).time(answer)
@@ -175,6 +175,6 @@ def test_the_executor_is_split_into_stages_and_skipped_blocks_cost_nothing(token
     first = 10 * (5 + with_prefix) + 1
     assert timing.stages_ms == pytest.approx({"vision": 2000, "prefill": first, "decode": (tokens - 1) * 51})
     assert timing.decode_steps == tokens - 1
-    ran = {block for block, top_k in enumerate(OPTIONS.path(knobs)) if top_k} | ({2} if with_prefix else set())
+    ran = {block for block, top_k in enumerate(OPTIONS.block_path(knobs)) if top_k} | ({2} if with_prefix else set())
     assert clock.blocks_run == ran
     assert len(ran) == 5 + with_prefix

@@ -28,17 +28,17 @@ def answer_every_configuration(
     questions: Sequence[Question],
     say: Callable[[int], None] = lambda done: None,
 ) -> UInt8[np.ndarray, "questions configurations"]:
-    """Return the answers' tokens in the order of `options.all()`. Questions about one image stand together."""
+    """The answers' tokens in the order of `options.configurations()`. Questions about one image are adjacent."""
     images = [question.image for question in questions]
     asked = images.count(images[0])
     assert images == [name for name in dict.fromkeys(images) for _ in range(asked)], "as many about every image"
-    columns = list(options.all())
+    columns = list(options.configurations())
     found = np.zeros((len(questions), len(columns)), np.uint8)
     for start in range(0, len(questions), asked * _MOSAICS_PER_PASS):
         part = questions[start : start + asked * _MOSAICS_PER_PASS]
-        for tier in options.crops:
+        for tier in options.crops_by_tier:
             here = [number for number, knobs in enumerate(columns) if knobs.tier == tier]
-            paths = [options.path(columns[number]) for number in here]
+            paths = [options.block_path(columns[number]) for number in here]
             by_path = _Walk(model, part, asked, tier).answers(list(dict.fromkeys(paths)))
             found[start : start + len(part), here] = np.stack([by_path[path] for path in paths], axis=1)
         say(start + len(part))
@@ -50,10 +50,10 @@ class _Walk:
 
     def __init__(self, model: LlavaForConditionalGeneration, questions: Sequence[Question], asked: int, tier: str):
         self.model, self.text, self.config = model, model.model.language_model, model.config.text_config
-        image = _see(model, torch.stack([question.sample.crops[tier] for question in questions[::asked]]))
-        words = torch.tensor([_padded(question.sample.question) for question in questions]).view(len(image), -1)
+        image = _see(model, torch.stack([question.sample.crops_by_tier[tier] for question in questions[::asked]]))
+        words = torch.tensor([_padded(question.sample.question_ids) for question in questions]).view(len(image), -1)
         self.embedded = torch.cat([image, model.get_input_embeddings()(words)], dim=1)
-        lengths = torch.tensor([len(question.sample.question) for question in questions]).view(len(image), asked)
+        lengths = torch.tensor([len(question.sample.question_ids) for question in questions]).view(len(image), asked)
         self.last = image.shape[1] + torch.arange(asked) * QUESTION_TOKENS + lengths - 1
         self.packing: SharedPrefixLayout = pack(image.shape[1], [QUESTION_TOKENS] * asked)
         self.cos, self.sin = self.text.rotary_emb(self.embedded, self.packing.positions[None])

@@ -18,9 +18,9 @@ from rich.console import Console
 from groupwise.workloads.controller.task import Question
 from groupwise.workloads.controller.tasks.mosaic.answer_table import save_remembered
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
-from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS
-from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_options, mosaic_questions
+from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_questions
 from tools.mosaic.answer_table import answer_every_configuration
 
 DEFAULTS = MosaicConfig()

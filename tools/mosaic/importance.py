@@ -4,7 +4,6 @@ Answers of the model to a fixed set of questions, at any setting.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,39 +13,19 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
-from groupwise.workloads.controller.tasks.mosaic.model import BLOCKS, FEWEST_BLOCKS, FIRST_DROPPABLE_BLOCK, TOP_K
-from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, QUESTION_TOKENS, Questions, ask
-from groupwise.workloads.controller.tasks.mosaic.scene import (
-    PLAIN_JITTER,
-    HandwritingSplit,
-    Mosaics,
-    Tier,
-    draw_mosaics,
-    load_handwriting,
+from groupwise.workloads.controller.tasks.mosaic.model import (
+    BLOCKS,
+    FEWEST_BLOCKS,
+    FIRST_DROPPABLE_BLOCK,
+    IMPORTANCE_FILE,
+    TOP_K,
 )
+from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TOKENS, QuestionSet
+from groupwise.workloads.controller.tasks.mosaic.scene import Tier
 from tools.mosaic.dense_forward import pack, text_pass
 from tools.mosaic.losses import see
 
 _MOSAICS_PER_PASS = 25
-
-
-@dataclass(frozen=True)
-class QuestionSet:
-    """Mosaics of one split, each with the same number of questions of every kind."""
-
-    mosaics: Mosaics
-    kinds: np.ndarray
-    questions: Questions
-    questions_per_mosaic: int
-
-
-def make_exam(split: HandwritingSplit, mosaics: int, *, per_kind: int = 2, seed: int = 7) -> QuestionSet:
-    """Draw an exam; the same one for the same arguments."""
-    rng = np.random.default_rng([seed, list(HandwritingSplit).index(split)])
-    drawn = draw_mosaics(load_handwriting(split), mosaics, PLAIN_JITTER, rng)
-    asked = per_kind * len(KINDS)
-    kinds = np.tile(np.repeat(np.arange(len(KINDS)), per_kind), mosaics)
-    return QuestionSet(drawn, kinds, ask(np.repeat(drawn.labels, asked, axis=0), kinds, rng), asked)
 
 
 @torch.no_grad()
@@ -84,9 +63,6 @@ def answer_losses(
     return (scores.argmax(1) == answers).numpy(), functional.cross_entropy(scores, answers, reduction="none").numpy()
 
 
-_FILE = "importance.json"
-
-
 def measure_importance(
     model: LlavaForConditionalGeneration, exam: QuestionSet, say: Callable[[str], None]
 ) -> dict[int, float]:
@@ -111,10 +87,5 @@ def save_importance(folder: Path, added: dict[int, float]) -> list[int]:
     """Write the measurements and the order that follows from them; return the order."""
     order = list(added)[: BLOCKS - FEWEST_BLOCKS]
     content = {"drop_order": order, "loss_added_by_dropping_alone": added, "split": "validation", "tier": "high"}
-    (folder / _FILE).write_text(json.dumps(content, indent=2) + "\n")
+    (folder / IMPORTANCE_FILE).write_text(json.dumps(content, indent=2) + "\n")
     return order
-
-
-def load_drop_order(folder: Path) -> list[int]:
-    """Return the stored order: the block to drop first comes first."""
-    return [int(block) for block in json.loads((folder / _FILE).read_text())["drop_order"]]

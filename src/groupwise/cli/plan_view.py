@@ -92,7 +92,7 @@ def _compare(source: str, stage: str, peak: int, setting: PlannedSetting) -> str
 def _explain_group_size(plan: MemoryPlan) -> str:
     growth = {name: peak / plan.current.stages.peak - 1 for name, peak in plan.peak_if_doubled.items()}
     changes = "; ".join(f"twice the {name}: {share:+.1%}" for name, share in growth.items())
-    why = "" if max(growth.values()) < 0.02 else ", because the rollout holds more rows then"
+    why = "" if max(growth.values()) < 0.02 else ", because more rows are in memory together then"
     return (
         "group_size and conditions_per_step are loops over passes: training needs no more memory for more of them. The"
         f" peak changes ({changes}{why}). They change how many rollouts a step compares, and so its time and the noise"

@@ -55,12 +55,14 @@ def run(arguments: list[str], as_json: bool) -> int:
     from groupwise.dist.process import configure_process
     from groupwise.workloads.controller.latency.source import fit_estimator
     from groupwise.workloads.controller.model.load import load_model
+    from groupwise.workloads.controller.serving.server import ServedTimer
 
     configure_process(options.threads)
     with quiet_stdout(as_json):
         start = time.perf_counter()
         estimator = fit_estimator(
             load_model(options.model, dtype="auto"),
+            timer_for=ServedTimer,
             seconds=options.seconds,
             new_tokens=options.new_tokens,
             question_tokens=options.question_tokens,

@@ -99,8 +99,8 @@ class Config:
     group_size: int = 8
     """Rollouts of each condition; they are compared only with each other."""
     rows_per_pass: int | Literal["auto"] = 8
-    """Most rows that go through the model together. Affects memory and speed, never the result. auto starts at all rows
-    of a rank and halves until the memory plan and a trial step on the device fit."""
+    """Most rows that go through the model together; the last pass may be smaller. Affects memory and speed, never the
+    result. auto starts at all rows of a rank and halves until the memory plan and a trial step on the device fit."""
     refill: int = 0
     """Further rounds of conditions that a step may roll out while fewer than conditions_per_step groups have spread
     (dynamic sampling). Dropped groups are counted. 0 trains on the first round alone."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -68,3 +70,13 @@ def _progress_bar_for_large_models(source: str) -> Iterator[None]:
         yield
     finally:
         logging.enable_progress_bar()
+
+
+def weights_fingerprint(model: Any) -> str:
+    """A hash of the model's class, configuration and weights: everything that its outputs depend on."""
+    digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=16)
+    digest.update(stable_config(model).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name}{weight.dtype}{tuple(weight.shape)}".encode())
+        digest.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -44,7 +44,7 @@ def test_plan_trace_and_allocator_agree_on_an_update(name):
     traced = {}
     for fake in (True, False):
         policy = fake_policy(config, policy_config, fake=fake)
-        assert policy.shares_prompts
+        assert policy.shares_prefix
         step = chat_step(policy, memory, SPEC)
         traced[fake] = trace_update(step, SPEC)
     optimizer = create_state(policy, OptimizerConfig()).optimizer

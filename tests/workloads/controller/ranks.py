@@ -9,13 +9,13 @@ import sys
 from dataclasses import replace
 
 import torch
+from tiny.controller import recipe
 
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
 from groupwise.training.loop import training_steps
 from groupwise.training.rollout import generate_rollouts
 from groupwise.training.run import set_up
-from workloads.controller.small import recipe
 
 
 def outcome(placement: str) -> dict[str, object]:

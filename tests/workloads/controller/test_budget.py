@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.controller import LinearCost, question
+from tiny.llava import OPTIONS
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.conditions import condition_id, make_conditions
 from groupwise.workloads.controller.config import Budget, BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
-from workloads.controller.small import LinearCost, question
-from workloads.controller.tiny import OPTIONS
 
 QUESTIONS = [question(0), question(1)]
 
@@ -44,7 +44,7 @@ def test_however_much_a_machine_strays_everything_fits_at_1_and_less_looks_diffe
     assert share[-1] == 1
     fitting = found.fits(torch.arange(len(values))).flatten(1).sum(1)
     assert (fitting.diff() > 0).all()
-    assert fitting[-1] == len(list(OPTIONS.all()))
+    assert fitting[-1] == len(list(OPTIONS.configurations()))
 
 
 def test_a_budget_to_the_first_token_leaves_decoding_out():

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.llava import MOLMOE
 
 from groupwise.core.errors import UserError
 from groupwise.rewards.config import RewardFunctionsConfig
@@ -17,7 +18,6 @@ from groupwise.workloads.controller.rewards import (
     reward_functions,
     vqa,
 )
-from workloads.controller.test_policy import MOLMOE
 
 
 def test_the_penalty_of_the_source_by_hand():

@@ -11,9 +11,8 @@ from groupwise.memory.stages import StepSpec
 from groupwise.recipes import load_recipe
 from groupwise.workloads.controller.memory import ControllerMemory, vision_tower
 from groupwise.workloads.controller.policy.network import ControllerNetwork
-from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options
 from groupwise.workloads.controller.tasks.mosaic.scene import CROPS, TOKENS_PER_CROP
-from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
 from groupwise.workloads.controller.trace import controller_step, trace_controller
 
 SPEC = StepSpec(StepShape(10**6, 2, 4, 1, 4, "whole"), fused_optimizer=True)

@@ -9,6 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import groupwise
+from tiny.estimator import fixed_estimator
+from tiny.llava import save_llava
+from tiny.vqa import QUESTIONS_PER_IMAGE, file_name, write, write_lines, write_vqa
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
@@ -17,14 +20,11 @@ from groupwise.latency.machine import current_machine
 from groupwise.recipes import load_recipe
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.latency.source import load_estimator
-from groupwise.workloads.controller.model.inputs import sample_from
 from groupwise.workloads.controller.model.load import load_model
+from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from groupwise.workloads.controller.tasks.vqa.dataset import Entry, read_entries, select_split
 from groupwise.workloads.controller.tasks.vqa.task import ImageStore, final_questions
-from workloads.controller.priced import priced
-from workloads.controller.tiny_folders import save_llava
-from workloads.controller.tiny_vqa import QUESTIONS_PER_IMAGE, file_name, write, write_lines, write_vqa
 
 CPU = torch.device("cpu")
 VQA = RewardFunctionsConfig(functions=("vqa",))
@@ -45,7 +45,7 @@ def data(tmp_path):
 
 
 def config(model, paths, **changed):
-    settings = {"dtype": "float32", "held_out_share": 0.3, "estimator": "counted", "max_new_tokens": 2, **changed}
+    settings = {"dtype": "float32", "held_out_share": 0.3, "estimator": "proportional", "max_new_tokens": 2, **changed}
     return VqaConfig(model=str(model), rewards=VQA, **paths, **settings)
 
 
@@ -90,11 +90,11 @@ def test_the_task_asks_what_the_dataset_holds_and_cuts_pictures_when_they_are_se
     assert len(task.questions) == QUESTIONS_PER_IMAGE * len(ids[0])
     asked = task.questions[0]
     prompt = f"{asked.text}\nAnswer the question using a single word or phrase."
-    seen = sample_from(data["images"] / asked.image, prompt, loaded)
-    assert (asked.sample.before, asked.sample.question) == (seen.before, seen.question)
-    for tier, crops in asked.sample.crops.items():
-        assert_close(crops, seen.crops[tier], rtol=0, atol=0)
-        assert asked.prompt_tokens[tier] == 4 * len(crops) + len(seen.before) + len(seen.question)
+    seen = loaded.front_end.sample(data["images"] / asked.image, prompt)
+    assert (asked.sample.prefix_ids, asked.sample.question_ids) == (seen.prefix_ids, seen.question_ids)
+    for tier, crops in asked.sample.crops_by_tier.items():
+        assert_close(crops, seen.crops_by_tier[tier], rtol=0, atol=0)
+        assert asked.prompt_tokens[tier] == 4 * len(crops) + len(seen.prefix_ids) + len(seen.question_ids)
     assert len({each.sample.name for each in task.questions}) == len(task.questions)
     assert len(config(model, data, train_questions=3).task(CPU).questions) == 3
 
@@ -103,7 +103,7 @@ def test_a_sample_is_named_by_the_picture_and_by_how_it_is_seen(model, tmp_path,
     loaded = load_model(model)
     file = data["images"] / file_name(100)
     (tmp_path / "copy.jpg").write_bytes(file.read_bytes())
-    coarse = replace(loaded, options=replace(loaded.options, crops={"low": 1, "high": 2}))
+    coarse = replace(loaded, options=replace(loaded.options, crops_by_tier={"low": 1, "high": 2}))
 
     def named(file, loaded):
         return ImageStore(loaded).question(file, "what", ("this",), prompt="{question}").sample.name
@@ -184,7 +184,7 @@ def test_bad_files_are_reported_with_the_line(model, data, tmp_path):
 def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_path):
     loaded = load_model(model)
     asked = config(model, data).task(CPU).questions
-    estimator = priced(loaded.model)
+    estimator = fixed_estimator(loaded.model)
     estimator.save(tmp_path / "here.json")
     here = config(model, data, estimator=str(tmp_path / "here.json")).task(CPU)
     # 1 ms a crop, 0.5 a block and 0.01 a token-expert pair, for the prompt and one more token. Of 8 blocks with 4
@@ -199,14 +199,14 @@ def test_an_estimator_is_named_by_file_and_refused_elsewhere(model, data, tmp_pa
         strange.task(CPU)
     told = replace(strange, allow_estimator_mismatch=True).task(CPU).notes
     assert any("fitted for cpu another" in note for note in told)
-    with pytest.raises(UserError, match=r"workload.estimator is empty.* 'counted' for times in proportion"):
-        load_estimator("", loaded, new_tokens=1)
+    with pytest.raises(UserError, match=r"workload.estimator is empty.* 'proportional' for latency in proportion"):
+        load_estimator("", loaded, new_tokens=1, timer_for=ServedTimer)
 
 
 def test_the_recipe_checks_and_trains_from_the_command_line(model, data, tmp_path):
     paths = [word for name, path in data.items() for word in (f"--workload.{name}", path)]
     words = ["controller-molmoe", "--workload.model", model, *paths, "--workload.held-out-share", 0.3]
-    words += ["--workload.estimator", "counted", "--workload.answers", tmp_path / "answers.db"]
+    words += ["--workload.estimator", "proportional", "--workload.answers", tmp_path / "answers.db"]
     words += ["--workload.max-new-tokens", 2, "--conditions-per-step", 4, "--rows-per-pass", 16]
     checked = groupwise("check", *words, "--json")
     assert checked.returncode == 0, checked.stderr

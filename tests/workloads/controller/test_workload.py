@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import TESTS, on_ranks
+from tiny.controller import EXECUTOR, LinearCost, SmallConfig, recipe
+from tiny.llava import OPTIONS
 from torch.testing import assert_close
 
 import groupwise as gw
@@ -20,8 +22,6 @@ from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.evaluate.exact import best_reward, expected_reward, reward_of_configurations
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option, replay_option, sample_option
 from workloads.controller.ranks import outcome
-from workloads.controller.small import EXECUTOR, LinearCost, SmallConfig, recipe
-from workloads.controller.tiny import OPTIONS
 
 CPU = torch.device("cpu")
 GOLDEN = TESTS / "golden" / "controller.json"
@@ -62,7 +62,9 @@ def test_the_cut_changes_nothing_and_a_row_does_not_see_its_neighbours(workload)
         RolloutRows(5, 0, 2, *(torch.tensor([each, 0]) for each in (9, 0, 9)))
     )  # the same states, in another order
     alone, together = (
-        each.controller.features.latency_tokens(each.training.questions, torch.full((8,), 2), torch.full((8,), 1))[0]
+        each.controller.hidden_states.latency_tokens(each.training.questions, torch.full((8,), 2), torch.full((8,), 1))[
+            0
+        ]
         for each in (other, workload)
     )
     assert torch.equal(alone, together)
@@ -114,7 +116,7 @@ def test_expected_reward_is_the_mean_of_what_is_drawn(respect):
     error = drawn.std(1) / members**0.5
     assert ((drawn.mean(1) - expected.detach()).abs() < 4 * error + 1e-6).all()
     assert (expected <= best_reward(workload, workload.training, rows) + 1e-6).all()
-    chances = workload.controller.path_logp(workload.training, rows).exp()
+    chances = workload.controller.configuration_logp(workload.training, rows).exp()
     assert_close(chances.flatten(1).sum(1), torch.ones(16))
     assert not chances[~workload.training.fits(rows)].any()
 
@@ -125,12 +127,12 @@ def test_a_path_is_the_product_of_its_decisions_and_blocks_come_before_the_top_k
     fitting = training.fits(torch.arange(4)).nonzero()
     rows, choices = fitting[:, 0], fitting[:, 1:]
     decided = controller.decide(training, rows, replay_option(choices))
-    paths = controller.path_logp(training, torch.arange(4))
+    paths = controller.configuration_logp(training, torch.arange(4))
     assert_close(decided.logp.sum(1), paths[(rows, *choices.unbind(1))], rtol=0, atol=1e-5)
     # At one tier and position few blocks go with a large top-k, or many with a small one: blocks alone are free.
     two = torch.full_like(training.upper_ms, torch.inf)
     two[:, 0, 0, 1, 0] = two[:, 0, 0, 0, 1] = 1e-9
-    (free,) = controller.decide(replace(training, upper_ms=two), torch.tensor([0]), greedy_option).free
+    (free,) = controller.decide(replace(training, upper_ms=two), torch.tensor([0]), greedy_option).has_choice
     assert free.tolist() == [False, False, False, True]
 
 
@@ -152,7 +154,9 @@ def test_gradient_climbs_the_exact_expectation():
     optimizer = torch.optim.AdamW(workload.policy.parameters(), lr=3e-3)
     rewards = reward_of_configurations(workload, workload.training, rows, ACCURACY_ALONE)
     for _ in range(60):
-        reward = (workload.controller.path_logp(workload.training, rows).exp() * rewards).flatten(1).sum(1).mean()
+        reward = (
+            (workload.controller.configuration_logp(workload.training, rows).exp() * rewards).flatten(1).sum(1).mean()
+        )
         optimizer.zero_grad()
         (-reward).backward()
         optimizer.step()

@@ -7,6 +7,9 @@ from groupwise.memory.stages import StepSpec
 from groupwise.memory.trace import trace_step
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.memory import FlowMemory, wan_architecture
+from groupwise.workloads.flow.tasks.plane.config import PlaneConfig
+from groupwise.workloads.flow.tasks.plane.model import PlaneModel, load_plane
+from groupwise.workloads.flow.tasks.plane.scene import encode_prompts
 from groupwise.workloads.flow.trace import fake_transformer, flow_step
 
 SIZES = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
@@ -37,3 +40,9 @@ def test_finished_clips_are_not_counted_on_the_device():
         spec = StepSpec(StepShape(10**6, conditions, 2, 1, 2, "whole"))
         # the decoder's clips and the same within -1..1, in bfloat16: decode_rows x 2 x 10**6 x 2 bytes
         assert memory.predict(spec).rollout["decoded frames"] == expected
+
+
+def test_the_embedded_clips_are_planned_as_they_are():
+    memory = PlaneConfig().memory_model()
+    assert memory.latent == PlaneModel(load_plane()).condition_spec.latent_shape
+    assert memory.text_tokens == encode_prompts(["by day"]).shape[1]

@@ -12,7 +12,7 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
 from groupwise.workloads.controller.config import Budget, BudgetConfig, infeasible_budget_error
-from groupwise.workloads.controller.latency.estimates import KnobLatencyModel, LatencyTables, latency_tables
+from groupwise.workloads.controller.latency.estimates import KnobLatencyModel, LatencyTableCache, LatencyTables
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
 
@@ -103,14 +103,12 @@ def make_conditions(
     questions: Sequence[Question], estimator: KnobLatencyModel, options: KnobOptions, config: BudgetConfig
 ) -> Conditions:
     """Estimate every configuration of every question; refuse a budget that nothing fits, unless asked not to."""
-    lengths = [tuple(question.prompt_tokens[tier] for tier in options.crops) for question in questions]
+    lengths = [tuple(question.prompt_tokens[tier] for tier in options.crops_by_tier) for question in questions]
     distinct = {length: number for number, length in enumerate(dict.fromkeys(lengths))}
-    found = [
-        latency_tables(estimator, options, dict(zip(options.crops, each, strict=True)), config.span)
-        for each in distinct
-    ]
+    cache = LatencyTableCache(estimator, options, config.span)
+    found = [cache.tables(dict(zip(options.crops_by_tier, each, strict=True))) for each in distinct]
     table = torch.tensor([distinct[length] for length in lengths])
-    full_ms = [full_configuration(each.promised_ms(guaranteed=config.guaranteed)).item() for each in found]
+    full_ms = [full_configuration(each.bound_ms(is_hard=config.guaranteed)).item() for each in found]
     budget_ms = torch.stack([_in_ms(config, full_ms[nth]) for nth in table.tolist()])
     made = build_conditions(questions, config, found, table, budget_ms)
     if made.impossible.any() and config.on_impossible == "refuse":
@@ -127,7 +125,7 @@ def build_conditions(
 ) -> Conditions:
     """Questions whose costs are known, each under as many budgets as the config has."""
     medians, highs = torch.stack([each.median_ms for each in found]), torch.stack([each.upper_ms for each in found])
-    promised = torch.stack([each.promised_ms(guaranteed=config.guaranteed) for each in found])
+    promised = torch.stack([each.bound_ms(is_hard=config.guaranteed) for each in found])
     ids = [
         condition_id(row * len(config.budgets) + nth, question, budget, ms)
         for row, question in enumerate(questions)

@@ -94,8 +94,11 @@ def reward_functions(config: RewardFunctionsConfig) -> dict[str, RewardFunction]
 
 def cost_table(options: KnobOptions) -> KnobTable:
     """`compute_cost` of every configuration."""
-    most_crops, most_experts = max(1, *options.crops.values()), 4 * max(1, options.full_top_k)  # dense models have none
-    crops = torch.tensor(list(options.crops.values()), dtype=torch.float64) / most_crops
+    most_crops, most_experts = (
+        max(1, *options.crops_by_tier.values()),
+        4 * max(1, options.full_top_k),
+    )  # dense models have none
+    crops = torch.tensor(list(options.crops_by_tier.values()), dtype=torch.float64) / most_crops
     top_ks = torch.tensor(list(options.top_ks), dtype=torch.float64) / most_experts
     blocks = torch.tensor(list(options.block_totals), dtype=torch.float64) / options.total_blocks
     one = crops[:, None, None, None] + top_ks[:, None] + blocks

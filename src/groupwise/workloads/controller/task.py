@@ -88,9 +88,13 @@ class Task:
         return [self.spell(entry) for entry in tokens]
 
     def answer_all(self, question: Question) -> list[str]:
-        """What the model says to a question under every configuration, in the order of `KnobOptions.all()`."""
-        shipped = self.answers.shipped.every(question.sample.name) if self.answers.shipped is not None else None
+        """What the model says under every configuration, in the order of `KnobOptions.configurations()`."""
+        shipped = (
+            self.answers.precomputed.get_all(question.sample.name) if self.answers.precomputed is not None else None
+        )
         if shipped is None:
-            return self.answer([AnswerRequest(question.sample, knobs) for knobs in self.executor.options.all()])
+            return self.answer(
+                [AnswerRequest(question.sample, knobs) for knobs in self.executor.options.configurations()]
+            )
         texts = {tokens: self.spell(tokens) for tokens in set(shipped)}
         return [texts[tokens] for tokens in shipped]

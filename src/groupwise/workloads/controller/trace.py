@@ -17,10 +17,11 @@ from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from groupwise.workloads.controller.memory import ControllerMemory
-from groupwise.workloads.controller.model.adapters import Sample, adapter_for
+from groupwise.workloads.controller.model.adapters import Sample, adapter_for, default_options
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
-from groupwise.workloads.controller.model.knobs import KnobOptions, default_options
-from groupwise.workloads.controller.policy.decide import Controller, HiddenStateCache, choices_to_knobs, replay_option
+from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.policy.decide import Controller, choices_to_knobs, replay_option
+from groupwise.workloads.controller.policy.hidden_states import HiddenStateCache
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.task import Question
 
@@ -83,7 +84,7 @@ def _executor(
     ):  # supports value-dependent initialization
         model = transformers.LlavaForConditionalGeneration._from_config(model_config, dtype=dtype).eval()
     adapter, crops = adapter_for(model), {tier: count - 1 for tier, count in memory.crops.items()}
-    return Executor(adapter, options or replace(default_options(adapter), crops=crops)), mode
+    return Executor(adapter, options or replace(default_options(adapter), crops_by_tier=crops)), mode
 
 
 def _question(index: int, memory: ControllerMemory, model_config: Any, *, fake: bool) -> Question:
@@ -98,7 +99,7 @@ def _question(index: int, memory: ControllerMemory, model_config: Any, *, fake: 
 
 def _distinct_paths(options: KnobOptions, question_of_row: Tensor) -> Tensor:
     """Choices [rows, 4] at the finest tier; no two rows of a question take the same path, the deepest come first."""
-    tier, choice_of_path = len(options.crops) - 1, dict[tuple[int, ...], tuple[int, int, int, int]]()
+    tier, choice_of_path = len(options.crops_by_tier) - 1, dict[tuple[int, ...], tuple[int, int, int, int]]()
     all_choices = (
         (tier, position, top_k, blocks)
         for blocks in reversed(range(len(options.block_totals)))
@@ -107,7 +108,7 @@ def _distinct_paths(options: KnobOptions, question_of_row: Tensor) -> Tensor:
     )
     for choice in all_choices:
         (knobs,) = choices_to_knobs(options, torch.tensor([choice]))
-        choice_of_path.setdefault(options.path(knobs), choice)
+        choice_of_path.setdefault(options.block_path(knobs), choice)
     full, *others = choice_of_path.values()
     choices = [*others, full]  # the full path is the same from every position: last, so that positions are spread
     questions = question_of_row.tolist()

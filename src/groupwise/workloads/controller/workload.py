@@ -18,12 +18,12 @@ from groupwise.workloads.controller.model.executor import AnswerRequest, PrefixS
 from groupwise.workloads.controller.policy.decide import (
     DECISIONS,
     Controller,
-    HiddenStateCache,
     choices_to_knobs,
     greedy_option,
     replay_option,
     sample_option,
 )
+from groupwise.workloads.controller.policy.hidden_states import HiddenStateCache
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.rewards import (
     ACCURACY,
@@ -51,18 +51,18 @@ class ControllerWorkload(Workload):
         self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
         self.num_conditions = len(self.training)
-        features = HiddenStateCache(task.executor)
-        self.policy = ControllerNetwork(features.width, self.options, seed=config.policy_seed).to(device)
-        self.controller = Controller(self.policy, features, device)
+        hidden_states = HiddenStateCache(task.executor)
+        self.policy = ControllerNetwork(hidden_states.width, self.options, seed=config.policy_seed).to(device)
+        self.controller = Controller(self.policy, hidden_states, device)
         self.introduce(every)
         self.row_limits = {"eval_rows": config.eval_rows_per_pass}
 
     def introduce(self, questions: Sequence[Question]) -> None:
         """Let questions about one picture be looked at together, if their answers are there already."""
-        shipped = self.task.answers.shipped
+        shipped = self.task.answers.precomputed
         if shipped is not None:
-            known = [question for question in questions if shipped.every(question.sample.name) is not None]
-            self.controller.features.introduce(known)
+            known = [question for question in questions if shipped.get_all(question.sample.name) is not None]
+            self.controller.hidden_states.register(known)
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
         """Decide and answer, `rows_per_pass` at a time: as many as the rank has, and all of it is one batch."""
@@ -74,7 +74,7 @@ class ControllerWorkload(Workload):
         return Rollouts(
             self.training.group_ids[rows.condition],
             decided.logp,
-            decided.free,
+            decided.has_choice,
             {
                 "condition": rows.condition,
                 "choices": decided.choices,
@@ -126,7 +126,7 @@ class ControllerWorkload(Workload):
         """A checkpoint tells what `AdaptiveModel` needs besides the weights."""
         if self.task.source is None:
             return {}
-        return settings_to_files(settings_from_task(self.task, self.training, self.controller.features.width))
+        return settings_to_files(settings_from_task(self.task, self.training, self.controller.hidden_states.width))
 
     def answer(
         self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: PrefixStates | None = None

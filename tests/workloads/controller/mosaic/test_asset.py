@@ -4,21 +4,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from tools.mosaic.importance import answer_losses, features_of, load_drop_order, make_exam
+from tiny.mosaic import answer_logits, configured, kept_blocks
+from tools.mosaic.importance import answer_losses, features_of
 from transformers import LlavaForConditionalGeneration
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.tasks.mosaic.model import (
     ASSET,
     FIRST_DROPPABLE_BLOCK,
-    answer_logits,
-    configured,
-    kept_blocks,
+    load_drop_order,
     load_mosaic,
 )
+from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier, cut
 
-EXAM = make_exam(HandwritingSplit.TEST, 40)
+EXAM = make_question_set(HandwritingSplit.TEST, 40)
 
 
 @pytest.fixture(scope="module")
@@ -73,5 +73,5 @@ def test_the_drop_order_spares_the_blocks_before_an_insertion_position():
 
 
 def test_a_folder_without_the_model_says_what_to_do(tmp_path: Path):
-    with pytest.raises(UserError, match="pretrain_mosaic"):
+    with pytest.raises(UserError, match=r"python -m tools\.mosaic"):
         load_mosaic(tmp_path)

@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny.mosaic import answer_logits, configured, kept_blocks
 from tools.mosaic.curriculum import PretrainConfig, draw_kinds, draw_knobs, famous_names_at
-from tools.mosaic.importance import answer_losses, features_of, make_exam
+from tools.mosaic.importance import answer_losses, features_of
 from tools.mosaic.pretrain import build, pretrain
 
-from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
-from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, Kind, ask
+from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize
+from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, Kind, ask, make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier, cut
 
 TINY = PretrainConfig(
@@ -100,7 +101,7 @@ def test_pairs_are_of_fewer_names_later_and_keep_their_digits():
 @pytest.mark.parametrize(("tier", "blocks", "top_k"), [(Tier.HIGH, 16, 8), (Tier.LOW, 12, 4), (Tier.MEDIUM, 14, 5)])
 def test_packed_questions_are_answered_as_alone_by_transformers(tier: Tier, blocks: int, top_k: int):
     model = build(MosaicSize(width=32, expert_width=8, vision_width=16).config(), seed=3).eval()
-    exam = make_exam(HandwritingSplit.VALIDATION, 2, per_kind=1)
+    exam = make_question_set(HandwritingSplit.VALIDATION, 2, per_type=1)
     kept = kept_blocks([9, 6, 12, 7], blocks)
     _, losses = answer_losses(model, exam, features_of(model, exam, tier), blocks=kept, top_k=top_k)
     with torch.no_grad(), configured(model, kept, top_k):

@@ -4,17 +4,17 @@ import random
 
 import pytest
 import torch
-from tools.mosaic.importance import make_exam
+from tiny.mosaic import answer_logits, configured
 from torch.testing import assert_close
 
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
-from groupwise.workloads.controller.tasks.mosaic.model import answer_logits, configured, load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options, mosaic_sample
+from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, Tier
-from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options, mosaic_sample
 
-EXAM, OPTIONS = make_exam(HandwritingSplit.TEST, 4), mosaic_options()
+EXAM, OPTIONS = make_question_set(HandwritingSplit.TEST, 4), mosaic_options()
 
 
 def question(number: int) -> list[int]:
@@ -34,14 +34,16 @@ def samples():
 
 @torch.inference_mode()
 def test_twenty_answers_together_are_those_of_transformers_alone(model, samples):
-    every, chance = list(OPTIONS.all()), random.Random(3)
+    every, chance = list(OPTIONS.configurations()), random.Random(3)
     requests = [AnswerRequest(chance.choice(samples), chance.choice(every)) for _ in range(20)]
     answers, _ = Executor(LlavaAdapter(model), OPTIONS).answer(requests)
     for request, answer in zip(requests, answers, strict=True):
-        knobs, path = request.knobs, OPTIONS.path(request.knobs)
+        knobs, path = request.knobs, OPTIONS.block_path(request.knobs)
         kept = [block for block, top_k in enumerate(path) if top_k]
         with configured(model, kept, knobs.top_k, knobs.insertion_position):
-            alone = answer_logits(model, request.sample.crops[knobs.tier], request.sample.question, Tier(knobs.tier))
+            alone = answer_logits(
+                model, request.sample.crops_by_tier[knobs.tier], request.sample.question_ids, Tier(knobs.tier)
+            )
         assert answer.tokens == (int(alone.argmax()),)
         assert_close(answer.first_logits, alone, rtol=0, atol=1e-4)
 

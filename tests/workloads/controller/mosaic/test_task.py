@@ -6,19 +6,18 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-import torch
 from processes import ENVIRONMENT
 
 import groupwise as gw
 from groupwise.recipes import load_recipe
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
-from groupwise.workloads.controller.model.executor import Executor
+from groupwise.workloads.controller.model.executor import Executor, PrefixItem
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
-from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, encode
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
-from groupwise.workloads.controller.tasks.mosaic.task import Part, handwriting_of, mosaic_options, mosaic_questions
+from groupwise.workloads.controller.tasks.mosaic.task import Part, handwriting_of, mosaic_questions
 
 
 def test_no_two_parts_and_not_the_pretraining_share_an_image():
@@ -41,11 +40,10 @@ def test_questions_are_drawn_once_and_for_all_with_every_kind_about_every_mosaic
 def test_prompt_lengths_are_what_the_model_gets():
     (question, *_) = mosaic_questions(Part.CHOOSE, 1)
     executor = Executor(LlavaAdapter(load_mosaic()), mosaic_options())
-    heads = [(question.sample, tier) for tier in question.prompt_tokens]
-    known = executor.prefix(heads, torch.zeros(executor.adapter.text_config.hidden_size)).known
-    lengths = [len(known.states[(question.sample.name, tier), ()]) for tier in question.prompt_tokens]
+    computed = executor.run_prefix([PrefixItem([question.sample], tier) for tier in question.prompt_tokens]).computed
+    lengths = [len(computed.states[(question.sample.name, tier), ()]) for tier in question.prompt_tokens]
     assert lengths == list(question.prompt_tokens.values())
-    assert question.sample.question == tuple(encode(question.text))
+    assert question.sample.question_ids == tuple(encode(question.text))
 
 
 def test_counted_work_by_hand():
@@ -54,14 +52,16 @@ def test_counted_work_by_hand():
     (full,) = price.estimate(question.prompt_tokens, [options.full])
     tokens, blocks = question.prompt_tokens[options.full.tier], options.total_blocks
     pairs = options.full_top_k * (tokens * (blocks - 1) + 1)  # in the last block only the last token's
-    expected = 2 * (1 + options.crops[options.full.tier]) + 3 * blocks + 0.01 * pairs
+    expected = 2 * (1 + options.crops_by_tier[options.full.tier]) + 3 * blocks + 0.01 * pairs
     assert full.total_ms == pytest.approx(expected)
     assert full.upper_ms == pytest.approx(1.5 * expected)
 
 
 def test_the_recipe_runs(tmp_path):
     config = load_recipe("controller")
-    few = replace(config.workload, mosaics=3, held_out_mosaics=1, answers=tmp_path / "answers.db", estimator="counted")
+    few = replace(
+        config.workload, mosaics=3, held_out_mosaics=1, answers=tmp_path / "answers.db", estimator="proportional"
+    )
     small = replace(config, workload=few, steps=1, conditions_per_step=4, group_size=4, rows_per_pass=16)
     summary = gw.train(replace(small, run=gw.RunConfig(run_dir=tmp_path / "run")))
     assert summary.eval_after["accuracy, greedy"] > 0.6
@@ -78,7 +78,7 @@ def test_settings_are_read_without_torch():
 
 def test_a_run_goes_on_with_the_estimator_it_was_trained_with(tmp_path):
     """Also where this machine's own has been deleted since."""
-    own, named = MosaicConfig(), MosaicConfig(estimator="counted")
+    own, named = MosaicConfig(), MosaicConfig(estimator="proportional")
     assert own.for_resume(tmp_path) == own
     (tmp_path / "estimator.json").write_text("{}")
     assert own.for_resume(tmp_path).estimator == str(tmp_path / "estimator.json")

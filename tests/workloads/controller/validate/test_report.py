@@ -1,4 +1,4 @@
-"""The whole evaluation on a tiny model: what is served is what was decided, and eval.json holds what it promises."""
+"""The whole evaluation on a tiny model: eval.json holds what it promises."""
 
 import io
 import json
@@ -8,6 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.controller import EXECUTOR, SmallConfig, recipe
+from tiny.estimator import fixed_estimator
+from tiny.llava import OPTIONS
 
 import groupwise as gw
 from groupwise.cli.main import main
@@ -18,12 +21,7 @@ from groupwise.workloads.controller.evaluate.exact import build_evaluation_set
 from groupwise.workloads.controller.evaluate.render import tables
 from groupwise.workloads.controller.evaluate.report import recalibrate_if_drifted
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
-from groupwise.workloads.controller.model.executor import AnswerRequest
-from groupwise.workloads.controller.policy.decide import Controller, choices_to_knobs, greedy_option
-from groupwise.workloads.controller.serving.server import BudgetLimit, ControllerServer
-from workloads.controller.priced import priced
-from workloads.controller.small import EXECUTOR, SmallConfig, recipe
-from workloads.controller.tiny import OPTIONS
+from groupwise.workloads.controller.policy.decide import Controller
 
 CPU = torch.device("cpu")
 BUDGETS = (0.6, 0.7, 0.8, 0.9, 1.2)
@@ -37,48 +35,6 @@ def built(**changes):
 @pytest.fixture(scope="module")
 def workload():
     return built()
-
-
-def test_what_is_served_is_what_was_decided_and_what_the_model_says(workload):
-    conditions = workload.held_out
-    rows = torch.arange(len(conditions))
-    decided = choices_to_knobs(OPTIONS, workload.controller.decide(conditions, rows, greedy_option).choices)
-    for row, question in zip(rows.tolist(), conditions.question_of(rows), strict=True):
-        promised = conditions.promised_ms(rows[row : row + 1])[0]
-        allowance = BudgetLimit(float(conditions.budget_ms[row]), float(conditions.budget_share[row]), promised)
-        served = ControllerServer(workload.controller).serve(question.sample, allowance)
-        assert served.knobs == decided[row]
-        (alone,), _ = EXECUTOR.answer([AnswerRequest(question.sample, served.knobs)])
-        assert served.tokens == alone.tokens
-        assert min(served.stage_one_ms, served.stage_two_ms) > 0
-
-
-def test_serving_looks_at_one_tier_and_runs_no_block_twice(workload):
-    question = workload.held_out.questions[0]
-    whole = EXECUTOR.prefix([(question.sample, "low")])
-    part = EXECUTOR.prefix([(question.sample, "low")], positions=[2])
-    assert (whole.known.work.block_rows, part.known.work.block_rows) == (3, 2)
-    head = question.sample.name, "low"
-    assert torch.equal(part.latency_tokens[head], whole.latency_tokens[head][:2])
-    seen, run = [], EXECUTOR.blocks.run
-    EXECUTOR.blocks.run = lambda block, rows, *rest: seen.append((block, len(rows))) or run(block, rows, *rest)
-    try:
-        allowance = BudgetLimit(1e9, 1.0, torch.ones(workload.cost.shape))
-        served = ControllerServer(workload.controller).serve(question.sample, allowance)
-    finally:
-        del EXECUTOR.blocks.run
-    assert seen == [(block, 1) for block, top_k in enumerate(OPTIONS.path(served.knobs)) if top_k]
-
-
-def test_where_nothing_fits_the_cheapest_is_served(workload):
-    conditions = workload.held_out
-    promised = conditions.promised_ms(torch.tensor([0]))[0]
-    server = ControllerServer(workload.controller)
-    served = server.serve(conditions.questions[0].sample, BudgetLimit(0.1, 0.0, promised))
-    assert served.knobs == OPTIONS.cheapest
-    # Of several that are equally cheap it is the first, as in `Conditions.fits`, whatever the network likes best.
-    alike = server.serve(conditions.questions[0].sample, BudgetLimit(0.1, 0.0, torch.ones_like(promised)))
-    assert alike.choices == (0, 0, 0, 0)
 
 
 def test_imitation_learns_its_labels(workload):
@@ -164,7 +120,7 @@ def test_times_are_measured_with_the_controllers_own_apart(evaluated):
     assert stages["controller"] < stages["prefill"]  # it is told as a part of it
     # every distinct computation stands by itself once
     singles = found["singles"]
-    assert len(singles) == len({(each.tier, OPTIONS.path(each)) for each in OPTIONS.all()})
+    assert len(singles) == len({(each.tier, OPTIONS.block_path(each)) for each in OPTIONS.configurations()})
 
 
 def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
@@ -184,7 +140,7 @@ def test_a_machine_that_has_changed_since_its_profile_is_named(evaluated):
 def test_it_judges_at_the_pace_that_the_machine_has_now():
     """Profiled, as it says, on a machine that is hundreds of times faster: hardly an answer keeps to it. One that is
     slower keeps all that was promised."""
-    fitted = priced(EXECUTOR.adapter.model)
+    fitted = fixed_estimator(EXECUTOR.adapter.model)
     fast, slow = (
         replace(
             fitted,

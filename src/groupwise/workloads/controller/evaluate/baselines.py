@@ -130,8 +130,10 @@ def oracle_labels(training: EvaluationSet) -> Choices:
 def train_imitation(workload: ControllerWorkload, training: EvaluationSet, *, steps: int, seed: int = 0) -> Controller:
     """Train a fresh network; the workload's own is left as it is."""
     own = workload.controller
-    policy = ControllerNetwork(own.features.width, workload.options, seed=workload.config.policy_seed).to(own.device)
-    learner = Controller(policy, own.features, own.device)
+    policy = ControllerNetwork(own.hidden_states.width, workload.options, seed=workload.config.policy_seed).to(
+        own.device
+    )
+    learner = Controller(policy, own.hidden_states, own.device)
     best = oracle_labels(training)
     right = (training.score(best) > 0).flatten().nonzero()[:, 0]
     targets = choices_of(best.flatten(), training.conditions.median_ms.shape[1:])

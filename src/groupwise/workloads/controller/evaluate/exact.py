@@ -36,7 +36,7 @@ def expected_reward(
 ) -> Float[Tensor, " rows"]:
     """The mean reward of the present policy on each condition, with gradient."""
     rewards = reward_of_configurations(workload, conditions, rows, weights)
-    chances = workload.controller.path_logp(conditions, rows).exp()
+    chances = workload.controller.configuration_logp(conditions, rows).exp()
     return (chances * rewards.to(chances)).flatten(1).sum(1)
 
 
@@ -91,7 +91,7 @@ def grades_of_configurations(workload: ControllerWorkload, questions: Sequence[Q
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Configurations are numbered in the order of `KnobOptions.all()`, conditions as in `Conditions`."""
+    """Configurations are numbered in the order of `KnobOptions.configurations()`, conditions as in `Conditions`."""
 
     conditions: Conditions
     accuracy: Float[Tensor, "questions configurations"]

@@ -170,7 +170,7 @@ def _span(found: EvaluationResults) -> Any:
 
 def knob_shares(found: EvaluationResults, name: str, budget: int) -> dict[str, dict[str, float]]:
     """How often each option of each knob was chosen, over all test questions."""
-    every = list(found.clock.task.executor.options.all())
+    every = list(found.clock.task.executor.options.configurations())
     chosen = [every[number] for number in found.chosen[name][:, budget].tolist()]
     return {knob: _shares([getattr(each, knob) for each in chosen]) for knob in Knobs.__dataclass_fields__}
 
@@ -181,7 +181,7 @@ def _shares(values: Sequence[Any]) -> dict[str, float]:
 
 def controller_overhead(found: EvaluationResults) -> dict[str, Any]:
     """The controller's own milliseconds, and what being controlled adds to an answer with the same knobs in all."""
-    every = list(found.clock.task.executor.options.all())
+    every = list(found.clock.task.executor.options.configurations())
     answers, added, shares = [], [], []
     for budget in range(_budgets(found)):
         for question, answer in zip(found.timed("controller"), found.answers("controller", budget), strict=True):
@@ -245,7 +245,7 @@ def fixed_configuration_metrics(
     found: EvaluationResults, questions_of: Mapping[int, Sequence[int]]
 ) -> list[dict[str, Any]]:
     """Every configuration that computes something of its own, by itself."""
-    every = list(found.clock.task.executor.options.all())
+    every = list(found.clock.task.executor.options.configurations())
     rows = []
     for number, questions in questions_of.items():
         answers = [found.clock.given(question, number) for question in questions]

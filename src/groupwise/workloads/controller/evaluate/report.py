@@ -25,6 +25,7 @@ from groupwise.workloads.controller.evaluate.timing import AnswerTimer, sample_q
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
 from groupwise.workloads.controller.latency.source import current_slowdown, recalibrate
 from groupwise.workloads.controller.policy.decide import Controller
+from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.workload import ControllerWorkload
 
 PICTURE = "eval.png"
@@ -71,10 +72,11 @@ def recalibrate_if_drifted(workload: ControllerWorkload) -> tuple[ControllerWork
         return workload, None
     asked = random.Random(0).sample(task.questions, min(answers, len(task.questions)))
     samples = [question.sample for question in asked]
-    pace, holds = current_slowdown(task.estimator, task.executor, samples)
+    timer = ServedTimer(task.executor)
+    pace, holds = current_slowdown(task.estimator, task.executor, samples, timer=timer)
     if holds:
         return workload, pace
-    estimator, pace = recalibrate(task.estimator, task.executor, samples, answers=answers)
+    estimator, pace = recalibrate(task.estimator, task.executor, samples, timer=timer, answers=answers)
     judged = copy(workload)
     judged.task = replace(task, estimator=estimator)
     return judged, pace

@@ -47,8 +47,8 @@ class AnswerTimer:
     def __init__(self, task: Task, exam: EvaluationSet, controllers: Mapping[str, Controller]):
         self.task, self.exam = task, exam
         self.servers = {name: server_of(controller, task) for name, controller in controllers.items()}
-        self._knobs = list(task.executor.options.all())
-        paths = [(knobs.tier, task.executor.options.path(knobs)) for knobs in self._knobs]
+        self._knobs = list(task.executor.options.configurations())
+        paths = [(knobs.tier, task.executor.options.block_path(knobs)) for knobs in self._knobs]
         self._same = [paths.index(path) for path in paths]
         self._jobs: dict[TimingJob, None] = {}
         self._found: dict[TimingJob, TimedAnswer] = {}
@@ -92,7 +92,7 @@ class AnswerTimer:
         question = self.exam.questions[number]
         if name:
             allowance = budget_limit_of(self.exam.conditions, number * self.exam.budget_ms.shape[1] + which)
-            timing, served = _timed(meter, partial(self.servers[name].serve, question.sample, allowance))
+            timing, (served,) = _timed(meter, partial(self.servers[name].serve, [(question.sample, allowance)]))
             return TimedAnswer(
                 _separate_controller_time(timing, served), self._estimate(question, served.knobs), served.knobs, served
             )
@@ -110,7 +110,9 @@ class AnswerTimer:
 
 
 def server_of(controller: Controller, task: Task) -> ControllerServer:
-    return ControllerServer(controller, max_new_tokens=task.max_new_tokens, stop_token=task.stop_token)
+    return ControllerServer(
+        controller.policy, task.executor, max_new_tokens=task.max_new_tokens, stop_token=task.stop_token
+    )
 
 
 def _timed(meter: LatencyMeter, act: Callable[[], Any]) -> tuple[MeasuredLatency, Any]:

@@ -1,6 +1,4 @@
-"""Estimated milliseconds of every configuration of a question, as tables. Training never looks at a clock.
-What settings of the knobs are expected to take: their work, counted for the estimator, and its answer.
-"""
+"""Estimated latency of every configuration of a model's knobs, as tables by prompt length."""
 
 from __future__ import annotations
 
@@ -23,62 +21,73 @@ from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, work_
 from groupwise.workloads.hub import stable_config
 
 KnobTable = Float[Tensor, "tiers positions top_ks blocks"]
-"""A number for every configuration, in the order of `KnobOptions.all()`."""
+"""A number for every configuration, in the order of `KnobOptions.configurations()`."""
+FEATURE_VERSION = 2
+"""Goes up when the executor does or counts other work for the same configuration, which makes estimators outdated."""
+_Column = Float[np.ndarray, " rows"]
 
 
 class KnobLatencyModel(Protocol):
-    """Anything that can say beforehand what an answer will take."""
+    """Estimates the latency of an answer before it runs."""
 
     def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> Sequence[EstimatedLatency]:
-        """For a question with prompts of this length (by tier), the time under each of these knobs."""
+        """The latency with each of these knobs, for a question with prompts of these lengths by tier."""
         ...
 
 
 @dataclass(frozen=True)
 class LatencyTables:
-    """Milliseconds of every configuration of one question."""
+    """Milliseconds of every configuration for one question."""
 
     median_ms: KnobTable
     upper_ms: KnobTable
-    """What an answer stays under with the estimator's high probability."""
+    """An answer stays below this with the estimator's probability."""
 
-    def promised_ms(self, *, guaranteed: bool) -> KnobTable:
-        """What is held against a budget: the high quantile where it is guaranteed, else the median."""
-        return self.upper_ms if guaranteed else self.median_ms
-
-
-def table_shape(options: KnobOptions) -> tuple[int, int, int, int]:
-    return len(options.crops), len(options.insertion_positions), len(options.top_ks), len(options.block_totals)
+    def bound_ms(self, *, is_hard: bool) -> KnobTable:
+        """What is compared with a budget: the upper quantile where it is hard, else the median."""
+        return self.upper_ms if is_hard else self.median_ms
 
 
-def latency_tables(
-    estimator: KnobLatencyModel, options: KnobOptions, prompt_tokens: Mapping[str, int], span: BudgetScope = "answer"
-) -> LatencyTables:
-    """Ask the estimator for all configurations at once; refuse what is no time."""
-    found = estimator.estimate(prompt_tokens, list(options.all()))
-    medians, highs = zip(*(_of_span(estimated, span) for estimated in found), strict=True)
-    tables = [torch.tensor(column, dtype=torch.float64).view(table_shape(options)) for column in (medians, highs)]
-    for table in tables:
-        if not (table.isfinite() & (table > 0)).all():
-            raise UserError(
-                f"The latency estimator gives {table.min().item():g} to {table.max().item():g} ms for prompts of"
-                f" {dict(prompt_tokens)} tokens: every estimate must be a finite time above 0. Fit it anew."
-            )
-    return LatencyTables(*tables)
+class LatencyTableCache:
+    """Latency tables of one model. They depend on the prompt's length alone, so each is computed once."""
+
+    def __init__(self, estimator: KnobLatencyModel, options: KnobOptions, scope: BudgetScope):
+        self._estimator, self._options, self._scope = estimator, options, scope
+        self._configurations = list(options.configurations())
+        self._tables: dict[tuple[int, ...], LatencyTables] = {}
+
+    def tables(self, prompt_tokens: Mapping[str, int]) -> LatencyTables:
+        """For a question with prompts of these lengths by tier; estimates that are no times are refused."""
+        lengths = tuple(prompt_tokens[tier] for tier in self._options.crops_by_tier)
+        if lengths not in self._tables:
+            self._tables[lengths] = self._compute(prompt_tokens)
+        return self._tables[lengths]
+
+    def _compute(self, prompt_tokens: Mapping[str, int]) -> LatencyTables:
+        estimates = self._estimator.estimate(prompt_tokens, self._configurations)
+        columns = zip(*(_within_scope(estimated, self._scope) for estimated in estimates), strict=True)
+        tables = [torch.tensor(column, dtype=torch.float64).view(self._options.shape) for column in columns]
+        for table in tables:
+            if not (table.isfinite() & (table > 0)).all():
+                raise UserError(
+                    f"The latency estimator gives {table.min().item():g} to {table.max().item():g} ms for prompts of"
+                    f" {dict(prompt_tokens)} tokens: every estimate must be a finite time above 0. Fit it again."
+                )
+        return LatencyTables(*tables)
 
 
-def _of_span(estimated: EstimatedLatency, span: BudgetScope) -> tuple[float, float]:
-    """Median and high quantile of the whole answer, or of its way to the first token: without the median of decoding.
+def _within_scope(estimated: EstimatedLatency, scope: BudgetScope) -> tuple[float, float]:
+    """Median and upper quantile of the whole answer, or of the time to its first token: without the median of decoding.
 
-    That bounds the high quantile up to the first token from above: decoding adds its median and some spread of its own.
+    The latter bounds the upper quantile to the first token from above, since decoding adds its median and a spread.
     """
-    decode_ms = estimated.stages_ms.get(DECODE, 0.0) if span == "first_token" else 0.0
+    decode_ms = estimated.stages_ms.get(DECODE, 0.0) if scope == "first_token" else 0.0
     return estimated.total_ms - decode_ms, estimated.upper_ms - decode_ms
 
 
 @dataclass(frozen=True)
 class ProportionalEstimator:
-    """Time in proportion to counted work: a stand-in where no estimator has been fitted, and honest only in ratios."""
+    """Latency in proportion to counted work, for where no estimator has been fitted: right in ratios only."""
 
     options: KnobOptions
     crop_ms: float = 0.4
@@ -87,10 +96,10 @@ class ProportionalEstimator:
     decode_ms: float = 0.0
     """Of all decode steps together."""
     spread: float = 0.05
-    """How far the high quantile lies above the median, as a share of it."""
+    """How far the upper quantile is above the median, as a fraction of it."""
 
     def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[EstimatedLatency]:
-        return [self._estimate(prompt_tokens[each.tier], each) for each in knobs]
+        return [self._estimate(prompt_tokens[setting.tier], setting) for setting in knobs]
 
     def _estimate(self, tokens: int, knobs: Knobs) -> EstimatedLatency:
         work = work_of_answer(self.options, knobs, tokens)
@@ -103,34 +112,49 @@ class ProportionalEstimator:
         return EstimatedLatency(stages, total, total * (1 + self.spread), 0.95)
 
 
-Numbers = Float[np.ndarray, " rows"]
-FEATURE_VERSION = 2
-"""Goes up when the executor does or counts other work for the same setting: estimators of before are then of no use."""
-
-
 class KnobFeatures:
-    """Counted work of every setting of a model, ready for any prompt."""
+    """The counted work of every configuration of a model, for prompts of any length."""
 
     def __init__(self, options: KnobOptions):
-        self.settings = list(options.all())
-        one, two = ([work_of_answer(options, knobs, tokens) for knobs in self.settings] for tokens in (1, 2))
-        self._row = {knobs: row for row, knobs in enumerate(self.settings)}
-        self._crops = np.array([work.crops for work in one], float)
-        self._blocks = np.array([work.block_rows for work in one], float)
-        self._pairs = np.array([work.expert_pairs for work in one], float)
-        self._pairs_of_one_more = np.array([work.expert_pairs for work in two], float) - self._pairs
+        self.configurations = list(options.configurations())
+        of_one, of_two = (
+            [work_of_answer(options, knobs, tokens) for knobs in self.configurations] for tokens in (1, 2)
+        )
+        self._row = {knobs: row for row, knobs in enumerate(self.configurations)}
+        self._crops = np.array([work.crops for work in of_one], float)
+        self._blocks = np.array([work.block_rows for work in of_one], float)
+        self._last_token_pairs = np.array([work.expert_pairs for work in of_one], float)
+        self._other_token_pairs = np.array([work.expert_pairs for work in of_two], float) - self._last_token_pairs
         self._check = options.check
 
     def columns(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs], *, new_tokens: int = 1) -> Columns:
-        """For prompts of these lengths by tier, the features of an answer with each of the knobs."""
+        """The features of an answer with each of the knobs, for prompts of these lengths by tier.
+
+        n tokens take n - 1 decode steps; step i attends to the prompt and to the i tokens before.
+        """
         require(new_tokens >= 1, "new_tokens", new_tokens, "1 or more")
-        for each in knobs:
-            if each not in self._row:
-                self._check(each)
-        rows = np.array([self._row[each] for each in knobs])
-        tokens = np.array([prompt_tokens[each.tier] for each in knobs], float)
-        pairs = self._pairs[rows], self._pairs_of_one_more[rows]
-        return _columns(self._crops[rows], tokens, self._blocks[rows], pairs, steps=new_tokens - 1)
+        for setting in knobs:
+            if setting not in self._row:
+                self._check(setting)
+        rows, steps = np.array([self._row[setting] for setting in knobs]), new_tokens - 1
+        tokens: _Column = np.array([prompt_tokens[setting.tier] for setting in knobs], float)
+        blocks, last_token_pairs = self._blocks[rows], self._last_token_pairs[rows]
+        return {
+            VISION: {"crops": self._crops[rows], "tokens": tokens},
+            PREFILL: {
+                "tokens": tokens,
+                "blocks": blocks,
+                "block_tokens": blocks * tokens,
+                "attended": blocks * tokens**2,
+                "expert_pairs": self._other_token_pairs[rows] * (tokens - 1) + last_token_pairs,
+            },
+            DECODE: {
+                "steps": np.full_like(tokens, steps),
+                "blocks": steps * blocks,
+                "attended": blocks * (steps * tokens + steps * (steps + 1) / 2),
+                "expert_pairs": steps * last_token_pairs,
+            },
+        }
 
     def features(self, knobs: Knobs, *, prompt_tokens: int, new_tokens: int = 1) -> WorkFeatures:
         """Of one answer."""
@@ -138,54 +162,24 @@ class KnobFeatures:
         return {stage: {name: float(column[0]) for name, column in part.items()} for stage, part in columns.items()}
 
 
-def _columns(
-    crops: Numbers, tokens: Numbers, blocks: Numbers, pairs: tuple[Numbers, Numbers], *, steps: int
-) -> Columns:
-    """n tokens take n - 1 steps; step i attends to the prompt and to the i tokens before.
-
-    `pairs` are those of the last token, and those of every token before it.
-    """
-    of_last, of_others = pairs
-    attended = steps * tokens + steps * (steps + 1) / 2
-    return {
-        VISION: {"crops": crops, "tokens": tokens},
-        PREFILL: {
-            "tokens": tokens,
-            "blocks": blocks,
-            "block_tokens": blocks * tokens,
-            "attended": blocks * tokens**2,
-            "expert_pairs": of_others * (tokens - 1) + of_last,
-        },
-        DECODE: {
-            "steps": np.full_like(tokens, steps),
-            "blocks": steps * blocks,
-            "attended": blocks * attended,
-            "expert_pairs": steps * of_last,
-        },
-    }
-
-
 class KnobLatencyEstimator:
-    """An estimator that is asked by knobs, for answers of up to `new_tokens`.
-
-    The time to the first token is the time of an answer of one token.
-    """
+    """A fitted LatencyEstimator, asked by knobs, for answers of `new_tokens` tokens."""
 
     def __init__(self, estimator: LatencyEstimator, options: KnobOptions, *, new_tokens: int = 1):
-        self.estimator, self.new_tokens, self._work = estimator, new_tokens, KnobFeatures(options)
+        self.estimator, self.new_tokens, self._features = estimator, new_tokens, KnobFeatures(options)
 
     def rows(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs] | None = None) -> EstimatedRows:
-        """For a question with prompts of these lengths by tier, the time with each of the knobs; all, if none named."""
-        chosen = self._work.settings if knobs is None else knobs
-        return self.estimator.predict_rows(self._work.columns(prompt_tokens, chosen, new_tokens=self.new_tokens))
+        """The latency with each of the knobs (all configurations if None), for prompts of these lengths by tier."""
+        knobs = self._features.configurations if knobs is None else knobs
+        return self.estimator.predict_rows(self._features.columns(prompt_tokens, knobs, new_tokens=self.new_tokens))
 
     def estimate(self, prompt_tokens: Mapping[str, int], knobs: Sequence[Knobs]) -> list[EstimatedLatency]:
-        """The same, one record each."""
-        found = self.rows(prompt_tokens, knobs)
-        return [found[row] for row in range(len(found))]
+        """The same as records."""
+        rows = self.rows(prompt_tokens, knobs)
+        return [rows[index] for index in range(len(rows))]
 
 
 def architecture_fingerprint(model: Any) -> str:
-    """What decides a model's work: its class, number format and configuration, and how it is run; not its weights."""
+    """What a model's latency depends on: its class, dtype, configuration and how it is run; not its weights."""
     digest = content_hash(f"{FEATURE_VERSION} {stable_config(model, ignore=('architectures',))}", digest_size=8)
     return f"{type(model).__name__} {str(model.dtype).removeprefix('torch.')} {digest}"

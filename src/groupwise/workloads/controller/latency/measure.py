@@ -1,6 +1,4 @@
-"""A model's milliseconds in each of its settings.
-A model to be measured: what can be asked of it, in which settings, and how one answer is given.
-"""
+"""`groupwise measure`: the latency of every configuration of one model."""
 
 from __future__ import annotations
 
@@ -8,12 +6,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from PIL.Image import Image, fromarray
 
 from groupwise.core.errors import UserError, require
 from groupwise.dist.devices import default_device
@@ -21,18 +17,11 @@ from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import LatencySummary, Timing, summarize
 from groupwise.workloads.controller.model.adapters import Sample, adapter_for
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
-from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
-from groupwise.workloads.controller.model.load import (
-    EMBEDDED,
-    LoadedModel,
-    load_model,
-    load_text_model,
-    read_config,
-)
+from groupwise.workloads.controller.model.load import load_model, load_text_model, read_config
+from groupwise.workloads.controller.tasks import EMBEDDED_MODELS
 
 NO_TIER = "text"
-_MOSAIC_SAMPLES = 24
 
 
 @dataclass(frozen=True)
@@ -40,9 +29,9 @@ class MeasuredModel:
     name: str
     model: Any
     settings: tuple[Knobs, ...]
-    """The dearest of all among them."""
+    """The configurations to measure; the full one is among them."""
     answer: Callable[[Knobs, int, int], object]
-    """Give one answer in a setting: (knobs, number of the run, tokens)."""
+    """Gives one answer: (knobs, index of the run, tokens)."""
 
     @property
     def full(self) -> Knobs:
@@ -56,20 +45,21 @@ class MeasuredModel:
 
 
 def load_measured_model(name: str, *, prompt_tokens: int) -> MeasuredModel:
-    """The embedded model by its name, any other by its folder. Prompts of the latter are random, of this length."""
-    if name != EMBEDDED and not (Path(name) / "config.json").is_file():
-        raise UserError(
-            f"There is no model '{name}': no such folder, or no config.json in it. Name `{EMBEDDED}`, the embedded"
-            " model, or a folder that save_pretrained() of transformers has written."
-        )
-    if name != EMBEDDED and getattr(read_config(name), "vision_config", None) is None:
-        return _text_model(name, load_text_model(name), prompt_tokens)
+    """An embedded model by its name, any other by its folder, which is asked random prompts of this length."""
+    if name not in EMBEDDED_MODELS:
+        if not (Path(name) / "config.json").is_file():
+            raise UserError(
+                f"There is no model '{name}': no such folder, or no config.json in it. Name a folder that"
+                f" save_pretrained() of transformers has written, or an embedded model: {', '.join(EMBEDDED_MODELS)}."
+            )
+        if getattr(read_config(name), "vision_config", None) is None:
+            return _text_model(name, load_text_model(name), prompt_tokens)
     loaded = load_model(name, dtype="auto")
-    return with_executor(name, loaded.model, loaded.options, probe_samples(loaded, question_tokens=[prompt_tokens]))
+    return with_executor(name, loaded.model, loaded.options, loaded.front_end.probe_samples([prompt_tokens]))
 
 
-def with_executor(name: str, model: Any, options: KnobOptions, samples: list[Sample]) -> MeasuredModel:
-    """A model under the executor. Every run asks another sample, so that no single one decides."""
+def with_executor(name: str, model: Any, options: KnobOptions, samples: Sequence[Sample]) -> MeasuredModel:
+    """A model that answers through the executor. Every run asks another sample, so that no single one decides."""
     executor = Executor(adapter_for(model), options)
 
     def answer(knobs: Knobs, run: int, tokens: int) -> object:
@@ -80,64 +70,17 @@ def with_executor(name: str, model: Any, options: KnobOptions, samples: list[Sam
 
 def _grid(options: KnobOptions) -> tuple[Knobs, ...]:
     """Every tier at every depth with all experts, and at every top-k with all blocks."""
-    full = options.full
-    by_depth = [
-        Knobs(tier, full.insertion_position, full.top_k, blocks)
-        for tier in options.crops
-        for blocks in options.block_totals
-    ]
-    by_top_k = [
-        Knobs(tier, full.insertion_position, top_k, full.blocks) for tier in options.crops for top_k in options.top_ks
-    ]
+    full, tiers = options.full, options.crops_by_tier
+    by_depth = [replace(full, tier=tier, blocks=blocks) for tier in tiers for blocks in options.block_totals]
+    by_top_k = [replace(full, tier=tier, top_k=top_k) for tier in tiers for top_k in options.top_ks]
     return tuple(dict.fromkeys([*by_depth, *by_top_k]))
 
 
-def probe_samples(loaded: LoadedModel, *, question_tokens: Sequence[int]) -> list[Sample]:
-    """Samples to time: mosaic's own questions; for any other model one question of each length, of noise.
-
-    What an answer costs does not depend on what is in the image or in the words.
-    """
-    if loaded.name == EMBEDDED:
-        return _mosaic_samples()
-    source, words = torch.Generator().manual_seed(0), loaded.adapter.text_config.vocab_size
-    crops = loaded.adapter.cut(_noise_image(loaded), loaded.options, ImageNormalization((0.5,) * 3, (0.5,) * 3))
-    colors = getattr(loaded.model.config.vision_config, "num_channels", 3)
-    placed = {tier: pixels[:, :colors].to(default_device(), loaded.model.dtype) for tier, pixels in crops.items()}
-    questions = [torch.randint(words, (length,), generator=source).tolist() for length in question_tokens]
-    return [Sample(f"noise {nth}", placed, tuple(question)) for nth, question in enumerate(questions)]
-
-
-def _noise_image(loaded: LoadedModel) -> Image:
-    """As large as the finest tier could use."""
-    vision = loaded.model.config.vision_config
-    side = max([getattr(vision, "image_size", 0) * 4, *(isqrt(count) for count in loaded.options.pixels.values())])
-    noise = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    return fromarray(noise.numpy())
-
-
-def _mosaic_samples() -> list[Sample]:
-    from tools.mosaic.importance import make_exam
-
-    from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
-    from groupwise.workloads.controller.tasks.mosaic.task import mosaic_sample
-
-    exam = make_exam(HandwritingSplit.VALIDATION, _MOSAIC_SAMPLES)
-    samples = []
-    for number in range(_MOSAIC_SAMPLES):
-        row = number * exam.questions_per_mosaic + number % exam.questions_per_mosaic
-        asked = exam.questions.tokens[row, : exam.questions.lengths[row]].tolist()
-        sample = mosaic_sample(exam.mosaics.pixels[number], asked)
-        samples.append(
-            replace(sample, crops={tier: pixels.to(default_device()) for tier, pixels in sample.crops.items()})
-        )
-    return samples
-
-
 def _text_model(name: str, model: Any, prompt_tokens: int) -> MeasuredModel:
-    """A model without eyes has no tiers and is not steered: `generate` answers as it is."""
+    """A model without a vision tower has no knobs here: `generate` answers."""
     config = model.config
-    source = torch.Generator().manual_seed(0)
-    prompt = torch.randint(config.vocab_size, (1, prompt_tokens), generator=source).to(default_device())
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(config.vocab_size, (1, prompt_tokens), generator=generator).to(default_device())
     only = Knobs(NO_TIER, 1, getattr(config, "num_experts_per_tok", None) or 1, config.num_hidden_layers)
 
     def answer(_: Knobs, __: int, tokens: int) -> object:
@@ -156,14 +99,14 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     after_answer: Callable[[], None] = lambda: None,
 ) -> dict[Knobs, LatencySummary]:
-    """Every setting in turn, round after round, so that a slow spell of the machine meets all of them."""
+    """Configurations are interleaved, round after round, so that slowdowns affect all of them equally."""
     require(runs >= 1, "runs", runs, "1 or more")
     require(warm_up >= 0, "warm_up", warm_up, "0 or more")
     require(new_tokens >= 1, "new_tokens", new_tokens, "1 or more")
     meter = LatencyMeter(find_model_parts(subject.model), clock=clock)
-    seen: dict[Knobs, list[Timing]] = {knobs: [] for knobs in subject.settings}
+    timings: dict[Knobs, list[Timing]] = {knobs: [] for knobs in subject.settings}
     for run in range(warm_up + runs):
-        for knobs, timings in seen.items():
-            timings.append(meter.time(partial(subject.answer, knobs, run, new_tokens)))
+        for knobs in subject.settings:
+            timings[knobs].append(meter.time(partial(subject.answer, knobs, run, new_tokens)))
             after_answer()
-    return {knobs: summarize(timings[warm_up:]) for knobs, timings in seen.items()}
+    return {knobs: summarize(measured[warm_up:]) for knobs, measured in timings.items()}

@@ -1,14 +1,13 @@
-"""The latency estimator that the user has named.
-This machine's estimator of a model: profiled once, kept, and the same for all processes here.
-"""
+"""Which estimator a controller uses: a file, this machine's cached one, or proportional work; and recalibration."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+from filelock import FileLock
 
 from groupwise.core.errors import UserError, require
 from groupwise.core.groups import content_hash
@@ -22,105 +21,135 @@ from groupwise.workloads.controller.latency.estimates import (
     ProportionalEstimator,
     architecture_fingerprint,
 )
-from groupwise.workloads.controller.latency.measure import probe_samples
-from groupwise.workloads.controller.latency.profile import profile
+from groupwise.workloads.controller.latency.profile import Timer, profile
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.model.load import LoadedModel
 
-_CACHE = "GROUPWISE_CACHE"
+PROPORTIONAL, AUTO = "proportional", "auto"
+AUTO_SECONDS = 40.0
+"""How long `auto` profiles."""
+_CACHE_VARIABLE = "GROUPWISE_CACHE"
+_MAX_RECALIBRATION_SECONDS = 600.0
+_QUESTION_LENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
+"""Of the questions to profile with, as multiples of the typical length."""
+
+TimerFor = Callable[[Executor], Timer]
+"""Makes the timer of an executor's answers: as a controller serves them, with its own time, it is `ServedTimer`."""
+
+
+def load_estimator(
+    name: str,
+    loaded: LoadedModel,
+    *,
+    new_tokens: int,
+    timer_for: TimerFor,
+    allow_mismatch: bool = False,
+    question_tokens: int = 32,
+) -> KnobLatencyModel:
+    """`name` is `proportional`, `auto` or a JSON file, which is refused if it was fitted for another model or machine,
+    unless `allow_mismatch`.
+    """
+    if not name:
+        raise UserError(
+            "workload.estimator is empty: a budget needs estimated latencies. Name the JSON file that `groupwise"
+            f" profile` has written for this model on this machine, '{AUTO}' to profile once and cache the result, or"
+            f" '{PROPORTIONAL}' for latency in proportion to counted work, which is right in ratios only."
+        )
+    if name == PROPORTIONAL:
+        return ProportionalEstimator(loaded.options)
+    if name != AUTO:
+        return load_estimator_file(Path(name), loaded, new_tokens=new_tokens, allow_mismatch=allow_mismatch)
+    fit = partial(
+        fit_estimator,
+        loaded,
+        timer_for=timer_for,
+        seconds=AUTO_SECONDS,
+        new_tokens=new_tokens,
+        question_tokens=question_tokens,
+    )
+    architecture = architecture_fingerprint(loaded.model)
+    fitted = cached_estimator(f"{architecture} {new_tokens}", fit, model=architecture)
+    return KnobLatencyEstimator(fitted, loaded.options, new_tokens=new_tokens)
+
+
+def load_estimator_file(
+    file: Path, loaded: LoadedModel, *, new_tokens: int, allow_mismatch: bool = False
+) -> KnobLatencyEstimator:
+    """An estimator that `groupwise profile` has written."""
+    fitted = LatencyEstimator.load(file, model=architecture_fingerprint(loaded.model), allow_mismatch=allow_mismatch)
+    return KnobLatencyEstimator(fitted, loaded.options, new_tokens=new_tokens)
 
 
 def cached_estimator(
-    key: str, make: Callable[[], LatencyEstimator], *, model: str, folder: Path | None = None
+    key: str, fit: Callable[[], LatencyEstimator], *, model: str, folder: Path | None = None
 ) -> LatencyEstimator:
-    """The estimator of this model on this machine, made only if there is none yet under this key.
+    """The estimator of this model on this machine, fitted only if the cache has none for this key.
 
-    Ranks of one machine share it: one of them makes it while the others wait. Ranks of several machines would each find
-    their own, so a run on many takes a file by name instead.
+    Ranks of one machine share it: one of them fits it while the others wait. Ranks of several machines would each fit
+    their own, so a run on several machines should name a file instead.
     """
     folder = folder or cache_folder() / "estimators"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{content_hash(f'{FILE_FORMAT} {key} {current_machine()}', digest_size=8)}.json"
-    with open(file.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(file.with_suffix(".lock")):
         if not file.exists():
-            make().save(file)
+            fit().save(file)
     return LatencyEstimator.load(file, model=model)
 
 
 def cache_folder() -> Path:
-    """Where things that can be made again are kept: $GROUPWISE_CACHE, or ~/.cache/groupwise."""
-    return Path(os.environ.get(_CACHE) or Path.home() / ".cache" / "groupwise")
-
-
-COUNTED, OWN = "counted", "own"
-OWN_SECONDS = 40.0
-_MOST_SECONDS = 600.0
-_QUESTION_SHARES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
-
-
-def load_estimator(
-    name: str, loaded: LoadedModel, *, new_tokens: int, allow_mismatch: bool = False, question_tokens: int = 32
-) -> KnobLatencyModel:
-    """The one in a JSON file, refused if it was fitted elsewhere unless `allow_mismatch`; or this machine's own; or
-    counted work, by name.
-    """
-    if not name:
-        raise UserError(
-            "workload.estimator is empty: a budget needs to know what answers take. Name the JSON file that"
-            f" `groupwise profile` has made for this model on this machine, '{OWN}' to profile once and keep it, or"
-            f" '{COUNTED}' for times in proportion to counted work, which are right in ratios only."
-        )
-    if name == COUNTED:
-        return ProportionalEstimator(loaded.options)
-    work = architecture_fingerprint(loaded.model)
-    if name == OWN:
-        make = partial(
-            fit_estimator, loaded, seconds=OWN_SECONDS, new_tokens=new_tokens, question_tokens=question_tokens
-        )
-        fitted = cached_estimator(f"{work} {new_tokens}", make, model=work)
-    else:
-        fitted = LatencyEstimator.load(Path(name), model=work, allow_mismatch=allow_mismatch)
-    return KnobLatencyEstimator(fitted, loaded.options, new_tokens=new_tokens)
-
-
-def recalibrate(
-    known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], *, answers: int
-) -> tuple[KnobLatencyEstimator, float]:
-    """Set right by so many answers of a controller, measured now; and how many times as long they take as estimated."""
-    require(answers >= MIN_ANSWERS_FOR_QUANTILE, "answers", answers, f"at least {MIN_ANSWERS_FOR_QUANTILE}")
-    seen = _served(known, executor, samples, answers)
-    now = KnobLatencyEstimator(known.estimator.recalibrate(seen), executor.options, new_tokens=known.new_tokens)
-    return now, known.estimator.slowdown(seen)
-
-
-def current_slowdown(known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample]) -> tuple[float, bool]:
-    """A short look: how many times as long answers of a controller take now as is estimated; whether it still holds."""
-    seen = _served(known, executor, samples, MIN_ANSWERS_FOR_QUANTILE)
-    return known.estimator.slowdown(seen), known.estimator.is_calibrated(seen)
-
-
-def _served(
-    known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], answers: int
-) -> list[Observation]:
-    from groupwise.workloads.controller.serving.server import ServedTimer
-
-    timer, tokens = ServedTimer(executor), known.new_tokens
-    return profile(executor, samples, seconds=_MOST_SECONDS, measurements=answers, new_tokens=tokens, timer=timer)
+    """The folder of things that can be computed again: $GROUPWISE_CACHE, or ~/.cache/groupwise."""
+    return Path(os.environ.get(_CACHE_VARIABLE) or Path.home() / ".cache" / "groupwise")
 
 
 def fit_estimator(
-    loaded: LoadedModel, *, seconds: float, new_tokens: int = 1, question_tokens: int = 32, quantile: float = 0.95
+    loaded: LoadedModel,
+    *,
+    timer_for: TimerFor,
+    seconds: float,
+    new_tokens: int = 1,
+    question_tokens: int = 32,
+    quantile: float = 0.95,
 ) -> LatencyEstimator:
-    """Measure answers of a model in random settings for so long, as a controller gives them, and learn from them."""
-    from groupwise.workloads.controller.serving.server import ServedTimer
-
+    """Measure answers of a model in random configurations for so long, and fit an estimator to them."""
     executor, samples = Executor(loaded.adapter, loaded.options), profile_samples(loaded, question_tokens)
-    seen = profile(executor, samples, seconds=seconds, new_tokens=new_tokens, timer=ServedTimer(executor))
-    return LatencyEstimator.fit(seen, model=architecture_fingerprint(loaded.model), quantile=quantile)
+    observations = profile(executor, samples, seconds=seconds, new_tokens=new_tokens, timer=timer_for(executor))
+    return LatencyEstimator.fit(observations, model=architecture_fingerprint(loaded.model), quantile=quantile)
 
 
 def profile_samples(loaded: LoadedModel, question_tokens: int = 32) -> list[Sample]:
-    """To be timed: questions of about this many tokens."""
-    return probe_samples(loaded, question_tokens=[max(1, round(share * question_tokens)) for share in _QUESTION_SHARES])
+    """Samples to profile with: questions of about this many tokens."""
+    return loaded.front_end.probe_samples([max(1, round(share * question_tokens)) for share in _QUESTION_LENGTHS])
+
+
+def recalibrate(
+    known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], *, timer: Timer, answers: int
+) -> tuple[KnobLatencyEstimator, float]:
+    """The estimator recalibrated with so many answers, measured now; and the slowdown: measured over estimated."""
+    require(answers >= MIN_ANSWERS_FOR_QUANTILE, "answers", answers, f"at least {MIN_ANSWERS_FOR_QUANTILE}")
+    observations = _measure(known, executor, samples, timer, answers)
+    recalibrated = known.estimator.recalibrate(observations)
+    slowdown = known.estimator.slowdown(observations)
+    return KnobLatencyEstimator(recalibrated, executor.options, new_tokens=known.new_tokens), slowdown
+
+
+def current_slowdown(
+    known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], *, timer: Timer
+) -> tuple[float, bool]:
+    """A quick check on 40 answers: the slowdown, and whether the estimator is still calibrated."""
+    observations = _measure(known, executor, samples, timer, MIN_ANSWERS_FOR_QUANTILE)
+    return known.estimator.slowdown(observations), known.estimator.is_calibrated(observations)
+
+
+def _measure(
+    known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], timer: Timer, answers: int
+) -> list[Observation]:
+    return profile(
+        executor,
+        samples,
+        seconds=_MAX_RECALIBRATION_SECONDS,
+        measurements=answers,
+        new_tokens=known.new_tokens,
+        timer=timer,
+    )

@@ -1,8 +1,7 @@
-"""Answers already known, by (model, sample, knobs): in memory, and on disk for later runs and other processes.
+"""Cached answers by (model, sample, knobs): in memory, and in SQLite for later runs and other processes.
 
-A frozen model's answer depends on nothing else, so a remembered one is as good as a new one. On disk it is SQLite: each
-answer is written whole or not at all, also when the process is killed, and several processes may share one file.
-The executor with a memory: what is known is not computed again.
+A frozen model's answer depends on nothing else, so a cached one equals a new one. Writes to SQLite are atomic, also if
+the process is killed, and several processes may share one file.
 """
 
 from __future__ import annotations
@@ -27,54 +26,54 @@ _TABLE = """create table if not exists answers (
 
 
 class PrecomputedAnswers(Protocol):
-    """Answers that come with a model."""
+    """Answers that are shipped with a model."""
 
-    def one(self, sample: str, knobs: Knobs) -> tuple[int, ...] | None:
-        """The answer to a sample under some knobs, if it is among them."""
+    def get(self, sample: str, knobs: Knobs) -> tuple[int, ...] | None:
+        """The answer to a sample in one configuration; None if the sample is not in the table."""
         ...
 
-    def every(self, sample: str) -> Sequence[tuple[int, ...]] | None:
-        """The answers to a sample under all knobs, in the order of `KnobOptions.all()`, if it is among them."""
+    def get_all(self, sample: str) -> Sequence[tuple[int, ...]] | None:
+        """The answers in the order of `KnobOptions.configurations()`; None if the sample is not in the table."""
         ...
 
 
 class AnswerCache:
-    """A dictionary of answers of one model that outlives the process if it has a file."""
+    """The answers of one model. They outlive the process if the cache has a file."""
 
-    def __init__(self, model: str, path: Path | None = None, *, shipped: PrecomputedAnswers | None = None):
-        self.model, self.shipped = model, shipped
-        self._known: dict[AnswerKey, tuple[int, ...]] = {}
+    def __init__(self, model: str, path: Path | None = None, *, precomputed: PrecomputedAnswers | None = None):
+        self.model, self.precomputed = model, precomputed
+        self._answers: dict[AnswerKey, tuple[int, ...]] = {}
         self._file = _open(path) if path is not None else None
 
-    def known(self, keys: Iterable[AnswerKey]) -> dict[AnswerKey, tuple[int, ...]]:
-        """Those of the keys that have an answer."""
-        looked_up = ((key, self._look_up(key)) for key in keys)
-        return {key: tokens for key, tokens in looked_up if tokens is not None}
+    def lookup(self, keys: Iterable[AnswerKey]) -> dict[AnswerKey, tuple[int, ...]]:
+        """The answers that are known, by key."""
+        answers = ((key, self._get(key)) for key in keys)
+        return {key: tokens for key, tokens in answers if tokens is not None}
 
-    def remember(self, answers: Mapping[AnswerKey, tuple[int, ...]]) -> None:
-        """Keep new answers; all of them reach the disk together."""
-        self._known.update(answers)
+    def store(self, answers: Mapping[AnswerKey, tuple[int, ...]]) -> None:
+        """Keep new answers, on disk in one transaction."""
+        self._answers.update(answers)
         if self._file is not None:
             rows = [(*self._row(key), " ".join(map(str, tokens))) for key, tokens in answers.items()]
-            with _writing(self._file):
+            with _transaction(self._file):
                 self._file.executemany("insert or ignore into answers values (?, ?, ?, ?, ?, ?, ?)", rows)
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
 
-    def _look_up(self, key: AnswerKey) -> tuple[int, ...] | None:
-        shipped = self.shipped.one(*key) if self.shipped is not None else None
-        if shipped is not None:
-            return shipped
-        if key in self._known or self._file is None:
-            return self._known.get(key)
+    def _get(self, key: AnswerKey) -> tuple[int, ...] | None:
+        precomputed = self.precomputed.get(*key) if self.precomputed is not None else None
+        if precomputed is not None:
+            return precomputed
+        if key in self._answers or self._file is None:
+            return self._answers.get(key)
         where = "model = ? and sample = ? and tier = ? and insertion_position = ? and top_k = ? and blocks = ?"
         row = self._file.execute(f"select tokens from answers where {where}", self._row(key)).fetchone()
         if row is None:
             return None
-        self._known[key] = tuple(map(int, row[0].split()))
-        return self._known[key]
+        self._answers[key] = tuple(map(int, row[0].split()))
+        return self._answers[key]
 
     def _row(self, key: AnswerKey) -> tuple[str | int, ...]:
         sample, knobs = key
@@ -82,8 +81,8 @@ class AnswerCache:
 
 
 @contextmanager
-def _writing(file: sqlite3.Connection) -> Iterator[None]:
-    """All or nothing. The lock is taken at once: one who reads first and then wants to write is not made to wait."""
+def _transaction(file: sqlite3.Connection) -> Iterator[None]:
+    """BEGIN IMMEDIATE avoids deadlock between readers that become writers."""
     file.execute("begin immediate")
     try:
         yield
@@ -97,41 +96,43 @@ def _open(path: Path) -> sqlite3.Connection:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = sqlite3.connect(path, timeout=60, isolation_level=None)
-        with _writing(file):
+        with _transaction(file):
             file.execute(_TABLE)
         return file
     except (sqlite3.Error, OSError) as error:
         raise UserError(
-            f"The file of remembered answers {path} cannot be used ({error}). Name another file, or delete it: it can"
-            " be made again from the model."
+            f"The file of cached answers {path} cannot be used ({error}). Name another file, or delete it: it can be"
+            " computed again from the model."
         ) from error
 
 
 def answer_with_cache(
     executor: Executor,
-    answers: AnswerCache,
+    cache: AnswerCache,
     requests: Sequence[AnswerRequest],
     *,
     prefix: PrefixStates | None = None,
     max_new_tokens: int = 1,
     stop_token: int | None = None,
 ) -> list[tuple[int, ...]]:
-    """Tokens for every request, in order; new ones are computed together and remembered.
+    """Tokens for every request, in order; new answers are computed together and stored.
 
-    Those that a prefix pass has begun go on from there. `answers` belongs to one model and one way to stop: its name
+    Requests whose prompt is in `prefix` continue from there. A cache belongs to one model and one stop rule: its name
     should tell both.
     """
     keys = [(request.sample.name, request.knobs) for request in requests]
-    known = answers.known(keys)
-    missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in known}
-    begun = {key for key, request in missing.items() if prefix is not None and request.head in prefix.latency_tokens}
-    for start, part in ((prefix, begun), (None, missing.keys() - begun)):
-        asked = {key: request for key, request in missing.items() if key in part}
-        if asked:
-            found, _ = executor.answer(
-                list(asked.values()), prefix=start, max_new_tokens=max_new_tokens, stop_token=stop_token
+    answers = cache.lookup(keys)
+    missing = {key: request for key, request in zip(keys, requests, strict=True) if key not in answers}
+    started = {
+        key for key, request in missing.items() if prefix is not None and request.prompt_key in prefix.latency_tokens
+    }
+    for start, batch_keys in ((prefix, started), (None, missing.keys() - started)):
+        batch = {key: request for key, request in missing.items() if key in batch_keys}
+        if batch:
+            computed, _ = executor.answer(
+                list(batch.values()), prefix=start, max_new_tokens=max_new_tokens, stop_token=stop_token
             )
-            new = {key: answer.tokens for key, answer in zip(asked, found, strict=True)}
-            answers.remember(new)
-            known |= new
-    return [known[key] for key in keys]
+            new = {key: answer.tokens for key, answer in zip(batch, computed, strict=True)}
+            cache.store(new)
+            answers |= new
+    return [answers[key] for key in keys]

@@ -1,117 +1,37 @@
-"""Answers many (sample, knobs) together, and computes nothing twice.
+"""Executor: answers many (sample, knobs) in shared passes, and computes nothing twice.
 
-A setting is a path: the top-k of every block in turn, 0 for a block that does not run. Two requests about the same
-sample and tier share everything up to where their paths part.
-Token after token for rows whose depth and top-k differ; a row leaves when it is finished.
-Latency tokens of many questions about one picture: the picture goes through the first blocks once.
-
-The questions follow it side by side in one row, a tree: each sees the picture and itself, and none of the others.
+A configuration is a block path: the top-k of every block in turn, 0 for a block that does not run. Requests about the
+same sample and tier share all blocks up to where their paths differ, so the work is a tree whose nodes run once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Prompt, Sample
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, WorkCounts
-from groupwise.workloads.controller.model.packing import BlockKVCache, BlockRunner, KeysValues, PackedRows, WorkCounter
-
-
-@dataclass
-class DecodingSequence:
-    """One answer in the making."""
-
-    path: tuple[int, ...]
-    """The top-k of every block; 0 where it does not run."""
-    first_place: int
-    """The rotary position of its first token."""
-    keys_values: Sequence[KeysValues | None]
-    """What every block has kept of the prompt; None where it did not run."""
-    tokens: list[int]
-    """So far; the first came from the prompt itself."""
-
-    @property
-    def next_place(self) -> int:
-        return self.first_place + len(self.tokens) - 1
-
-
-@dataclass
-class _Cache:
-    """One block's rows, and their keys and values."""
-
-    rows: list[DecodingSequence]
-    past: BlockKVCache
-
-
-def decode(
-    blocks: BlockRunner,
-    rows: Sequence[DecodingSequence],
-    *,
-    new_tokens: int,
-    stop_token: int | None,
-    tally: WorkCounter,
-) -> None:
-    """Append tokens to every row, up to `new_tokens` more or its stop token. n tokens in all take n - 1 steps."""
-    live = [row for row in rows if row.tokens[-1] != stop_token]
-    caches = _block_caches(live, new_tokens) if live and new_tokens else {}
-    for _ in range(new_tokens):
-        if not live:
-            return
-        hidden = _step(blocks, live, caches, tally)
-        for row, token in zip(live, blocks.adapter.logits(hidden).argmax(-1).tolist(), strict=True):
-            row.tokens.append(token)
-        live = [row for row in live if row.tokens[-1] != stop_token]
-        _drop_finished(caches, live)
-
-
-def _block_caches(rows: Sequence[DecodingSequence], room: int) -> dict[int, _Cache]:
-    """For every block that still has work, the rows it runs on."""
-    caches = {}
-    for block in range(len(rows[0].path)):
-        here = [row for row in rows if row.path[block]]
-        kept = [row.keys_values[block] for row in here]
-        if here:
-            caches[block] = _Cache(here, BlockKVCache([pair for pair in kept if pair is not None], room))
-    return caches
-
-
-def _step(
-    blocks: BlockRunner, live: Sequence[DecodingSequence], caches: dict[int, _Cache], tally: WorkCounter
-) -> Tensor:
-    hidden = blocks.adapter.embed(torch.tensor([row.tokens[-1] for row in live]))
-    place = {id(row): nth for nth, row in enumerate(live)}
-    for block, cache in caches.items():
-        here = torch.tensor([place[id(row)] for row in cache.rows])
-        top_k = torch.tensor([row.path[block] for row in cache.rows])
-        packing = PackedRows((1,) * len(cache.rows), top_k, tally, cache.past)
-        hidden[here] = blocks.step(block, hidden[here], [row.next_place for row in cache.rows], packing)
-    return hidden
-
-
-def _drop_finished(caches: dict[int, _Cache], live: Sequence[DecodingSequence]) -> None:
-    """Finished rows leave; a block without rows is not called any more."""
-    staying_ids = {id(row) for row in live}
-    for block, cache in list(caches.items()):
-        staying = [nth for nth, row in enumerate(cache.rows) if id(row) in staying_ids]
-        if not staying:
-            del caches[block]
-        elif len(staying) < len(cache.rows):
-            cache.past.keep(staying)
-            cache.rows = [cache.rows[nth] for nth in staying]
-
+from groupwise.workloads.controller.model.packing import (
+    AttentionMask,
+    BlockKVCache,
+    BlockRunner,
+    KeysValues,
+    PackedRows,
+    WorkCounter,
+)
 
 PromptKey = tuple[str, str]
 """A sample's name and a tier."""
 BlockPath = tuple[int, ...]
 TreeNode = tuple[PromptKey, BlockPath]
-"""What has been computed: a head, and how its first blocks were run."""
+"""A prompt, and the path of its first blocks."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +40,7 @@ class AnswerRequest:
     knobs: Knobs
 
     @property
-    def head(self) -> PromptKey:
+    def prompt_key(self) -> PromptKey:
         return self.sample.name, self.knobs.tier
 
 
@@ -128,92 +48,92 @@ class AnswerRequest:
 class Answer:
     tokens: tuple[int, ...]
     first_logits: Float[Tensor, " words"]
-    """Scores of the first token."""
+    """Logits of the first token."""
+
+
+@dataclass(frozen=True)
+class PrefixItem:
+    """One row of a prefix pass: an image at one tier, and one or several questions about it."""
+
+    samples: Sequence[Sample]
+    """Several must share their image, see `image_key`. They follow it side by side, and each attends to the image and
+    itself only."""
+    tier: str
+    until: int | None = None
+    """The insertion position where this row stops; the largest one if None."""
 
 
 @dataclass
 class ComputedStates:
-    """States and keys and values by node, and a count of what was run for them."""
+    """Hidden states, keys and values by tree node, and the work that was done for them."""
 
     prompts: dict[PromptKey, Prompt]
     states: dict[TreeNode, Float[Tensor, "tokens width"]]
     keys_values: dict[TreeNode, KeysValues] = field(default_factory=dict)
-    tally: WorkCounter = field(default_factory=WorkCounter)
-    crops: int = 0
-    patches: int = 0
-
-    @property
-    def work(self) -> WorkCounts:
-        return WorkCounts(self.crops, self.tally.block_rows, self.tally.expert_pairs, self.patches)
+    counter: WorkCounter = field(default_factory=WorkCounter)
 
 
 @dataclass(frozen=True)
 class PrefixStates:
-    """The blocks before an insertion position, the largest or one that was asked for, run in full once per head."""
+    """The blocks before the insertion positions, run in full."""
 
-    latency_tokens: dict[PromptKey, Float[Tensor, "positions width"]]
-    """What the controller's second stage reads, one line for each insertion position that was reached."""
-    known: ComputedStates
+    latency_tokens: dict[PromptKey, dict[int, Float[Tensor, " width"]]]
+    """The input of the controller's second stage, by insertion position."""
+    computed: ComputedStates
+    """Answers continue from these; those to samples that shared a row continue from the encoded prompt."""
 
-
-def append_latency_token(
-    prompt: Float[Tensor, "tokens width"], question_tokens: int, *, latency_token: Float[Tensor, " width"] | None = None
-) -> Float[Tensor, "more width"]:
-    """A prompt, or its question alone, and a token behind it that starts as the given one.
-
-    By default it starts as the mean of the question's embeddings, so that it knows what is asked even where it is read
-    after a single block. One vector for all hardly did, and the second stage could not tell kinds of questions apart.
-    """
-    token = prompt[-question_tokens:].mean(0) if latency_token is None else latency_token.to(prompt)
-    return torch.cat([prompt, token[None]])
+    @staticmethod
+    def merge(passes: Sequence[PrefixStates]) -> PrefixStates:
+        """Several passes as one, for answers that continue from all of them."""
+        merged = PrefixStates({}, ComputedStates({}, {}))
+        for states in passes:
+            merged.latency_tokens.update(states.latency_tokens)
+            merged.computed.prompts.update(states.computed.prompts)
+            merged.computed.states.update(states.computed.states)
+            merged.computed.keys_values.update(states.computed.keys_values)
+        return merged
 
 
 class Executor:
-    """One model, its knobs, and no memory of earlier calls."""
+    """One model and its knobs. Keeps nothing between calls."""
 
     def __init__(self, adapter: ModelAdapter, options: KnobOptions):
         self.adapter, self.options, self.blocks = adapter, options, BlockRunner(adapter)
 
     @torch.inference_mode()
-    def prefix(
-        self,
-        heads: Sequence[tuple[Sample, str]],
-        latency_token: Float[Tensor, " width"] | None = None,
-        *,
-        positions: Sequence[int] | None = None,
+    def run_prefix(
+        self, items: Sequence[PrefixItem], latency_token: Float[Tensor, " width"] | None = None
     ) -> PrefixStates:
-        """Run the first blocks with a latency token after each prompt: see `append_latency_token`.
+        """Run the first blocks, in full, with a latency token after each question: see `_append_latency_token`.
 
-        It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped. With
-        `positions`, one a head, no block after a head's own position runs, and later positions have no latency token.
+        It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped.
         """
-        offered = self.options.insertion_positions
-        known, names = self._encode(heads), [(sample.name, tier) for sample, tier in heads]
-        last = dict(zip(names, positions or [max(offered)] * len(heads), strict=True))
-        names.sort(key=lambda name: len(known.states[name, ()]))
-        asked, path = {sample.name: len(sample.question) for sample, _ in heads}, self.options.path(self.options.full)
-        rows = {
-            name: append_latency_token(known.states[name, ()], asked[name[0]], latency_token=latency_token)
-            for name in names
-        }
-        places = {name: _with_one_more(known.prompts[name]) for name in names}
-        seen: dict[PromptKey, list[Tensor]] = {name: [] for name in names}
-        with self.blocks.installed():
-            for block in range(max(last.values())):
-                running = [name for name in names if last[name] > block]
-                states, pairs = self.blocks.run(
+        computed = self._encode([(sample, item.tier) for item in items for sample in item.samples])
+        positions, path = self.options.insertion_positions, self.options.block_path(self.options.full)
+        rows = [_PrefixRow(item, computed.prompts, item.until or max(positions), latency_token) for item in items]
+        rows.sort(key=lambda row: len(row.states))
+        tokens: dict[PromptKey, dict[int, Tensor]] = {key: {} for row in rows for key in row.keys}
+        with self.blocks.patched():
+            for block in range(max(row.until for row in rows)):
+                running = [row for row in rows if row.until > block]
+                states, keys_values = self.blocks.run(
                     block,
-                    [rows[name] for name in running],
-                    [places[name] for name in running],
+                    [row.states for row in running],
+                    [row.position_ids for row in running],
                     [path[block]] * len(running),
-                    known.tally,
+                    computed.counter,
+                    masks=None if all(row.mask is None for row in running) else [row.mask for row in running],
                 )
-                for name, state, (keys, values) in zip(running, states, pairs, strict=True):
-                    node, rows[name] = (name, path[: block + 1]), known.prompts[name].after_block(block, state)
-                    known.states[node], known.keys_values[node] = rows[name][:-1], (keys[:, :-1], values[:, :-1])
-                    seen[name].append(rows[name][-1])
-        found = {name: [seen[name][nth - 1] for nth in offered if nth <= last[name]] for name in names}
-        return PrefixStates({name: torch.stack(tokens) for name, tokens in found.items()}, known)
+                for row, state, (keys, values) in zip(running, states, keys_values, strict=True):
+                    row.states = row.prompt.add_deepstack(block, state)
+                    if row.mask is None:
+                        node = row.keys[0], path[: block + 1]
+                        computed.states[node] = row.states[:-1]
+                        computed.keys_values[node] = keys[:, :-1], values[:, :-1]
+                    if block + 1 in positions:
+                        for key, index in zip(row.keys, row.token_indices, strict=True):
+                            tokens[key][block + 1] = row.states[index]
+        return PrefixStates(tokens, computed)
 
     @torch.inference_mode()
     def answer(
@@ -227,124 +147,222 @@ class Executor:
         """Greedy answers in the order of the requests, and the work that was done for them."""
         for request in requests:
             self.options.check(request.knobs)
-        leaves = [(request.head, self.options.path(request.knobs)) for request in requests]
-        distinct = list(dict.fromkeys(leaves))
-        known = self._start(requests, prefix)
-        with self.blocks.installed():
-            self._run(known, distinct, keep=max_new_tokens > 1)
-            logits = self.adapter.logits(torch.stack([known.states[leaf][-1] for leaf in distinct]))
-            rows = [self._row(known, leaf, int(scores.argmax())) for leaf, scores in zip(distinct, logits, strict=True)]
-            decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, tally=known.tally)
-        found = {
-            leaf: Answer(tuple(row.tokens), scores) for leaf, row, scores in zip(distinct, rows, logits, strict=True)
+        targets = [(request.prompt_key, self.options.block_path(request.knobs)) for request in requests]
+        distinct = list(dict.fromkeys(targets))
+        computed = self._start(requests, prefix)
+        with self.blocks.patched():
+            self._run_tree(computed, distinct, keep_keys_values=max_new_tokens > 1)
+            logits = self.adapter.logits(torch.stack([computed.states[target][-1] for target in distinct]))
+            rows = [
+                _decoding_sequence(computed, target, int(scores.argmax()))
+                for target, scores in zip(distinct, logits, strict=True)
+            ]
+            decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, counter=computed.counter)
+        answers = {
+            target: Answer(tuple(row.tokens), scores)
+            for target, row, scores in zip(distinct, rows, logits, strict=True)
         }
-        return [found[leaf] for leaf in leaves], known.work
+        return [answers[target] for target in targets], computed.counter.counts
 
-    def _encode(self, heads: Sequence[tuple[Sample, str]]) -> ComputedStates:
-        encoded = self.adapter.encode(heads)
-        prompts = {(sample.name, tier): prompt for (sample, tier), prompt in zip(heads, encoded.prompts, strict=True)}
-        states: dict[TreeNode, Tensor] = {(head, ()): prompt.states for head, prompt in prompts.items()}
-        return ComputedStates(prompts, states, crops=encoded.crops, patches=encoded.patches)
+    def _encode(self, inputs: Sequence[tuple[Sample, str]]) -> ComputedStates:
+        encoded = self.adapter.encode(inputs)
+        prompts = {(sample.name, tier): prompt for (sample, tier), prompt in zip(inputs, encoded.prompts, strict=True)}
+        states: dict[TreeNode, Tensor] = {(key, ()): prompt.states for key, prompt in prompts.items()}
+        return ComputedStates(prompts, states, counter=WorkCounter(crops=encoded.crops, patches=encoded.patches))
 
     def _start(self, requests: Sequence[AnswerRequest], prefix: PrefixStates | None) -> ComputedStates:
-        """Embeddings of what is asked about, or what a prefix pass has left."""
+        """Encoded prompts, or the states of a prefix pass."""
         if prefix is not None:
-            missing = {request.head for request in requests} - prefix.known.prompts.keys()
+            computed = prefix.computed
+            missing = {request.prompt_key for request in requests} - computed.prompts.keys()
             if missing:
                 raise UserError(
-                    f"The prefix pass did not see {sorted(missing)}: give prefix() every (sample, tier) that is asked."
+                    f"The prefix pass does not contain {sorted(missing)}: give run_prefix() every (sample, tier) that"
+                    " is to be answered."
                 )
-            return ComputedStates(prefix.known.prompts, dict(prefix.known.states), dict(prefix.known.keys_values))
-        return self._encode(list({r.head: (r.sample, r.knobs.tier) for r in requests}.values()))
+            return ComputedStates(computed.prompts, dict(computed.states), dict(computed.keys_values))
+        return self._encode(
+            list({request.prompt_key: (request.sample, request.knobs.tier) for request in requests}.values())
+        )
 
-    def _run(self, known: ComputedStates, leaves: Sequence[TreeNode], *, keep: bool) -> None:
-        """Block after block, each distinct path once; rows of equal length stand together.
+    def _run_tree(self, computed: ComputedStates, targets: Sequence[TreeNode], *, keep_keys_values: bool) -> None:
+        """Block after block, each distinct path once; rows of equal length are adjacent.
 
-        States are let go when the next block has read them; keys and values are kept only for tokens to come.
+        States are dropped once the next block has read them; keys and values are kept only for tokens to come.
         """
         for block in range(self.options.total_blocks):
-            wanted = dict.fromkeys((head, path[: block + 1]) for head, path in leaves)
-            new = [node for node in wanted if node not in known.states]
-            for head, path in new:
+            wanted = dict.fromkeys((key, path[: block + 1]) for key, path in targets)
+            new = [node for node in wanted if node not in computed.states]
+            for key, path in new:
                 if not path[-1]:
-                    known.states[head, path] = known.prompts[head].after_block(block, known.states[head, path[:-1]])
-            running = sorted((node for node in new if node[1][-1]), key=lambda node: len(known.prompts[node[0]].states))
+                    skipped = computed.states[key, path[:-1]]
+                    computed.states[key, path] = computed.prompts[key].add_deepstack(block, skipped)
+            running = [node for node in new if node[1][-1]]
+            running.sort(key=lambda node: len(computed.prompts[node[0]].states))
             if running:
-                going_on = {(head, path[: block + 1]) for head, path in leaves if any(path[block + 1 :])}
-                self._run_block(known, block, running, [node not in going_on for node in running], keep=keep)
-            for node in {(head, path[:-1]) for head, path in wanted}:
-                del known.states[node]
+                continuing = {(key, path[: block + 1]) for key, path in targets if any(path[block + 1 :])}
+                is_last_block = [node not in continuing for node in running]
+                keys_values = self._run_block(computed, block, running, is_last_block)
+                if keep_keys_values:
+                    computed.keys_values |= zip(running, keys_values, strict=True)
+            for parent in {(key, path[:-1]) for key, path in wanted}:
+                del computed.states[parent]
 
     def _run_block(
-        self, known: ComputedStates, block: int, running: Sequence[TreeNode], ending: Sequence[bool], *, keep: bool
-    ) -> None:
-        parents = [known.states[head, path[:-1]] for head, path in running]
-        prompts = [known.prompts[head] for head, _ in running]
-        places = [prompt.places for prompt in prompts]
-        top_ks = [path[-1] for _, path in running]
-        outputs, pairs = self.blocks.run(block, parents, places, top_ks, known.tally, ending)
-        for node, prompt, states in zip(running, prompts, outputs, strict=True):
-            known.states[node] = prompt.after_block(block, states)
-        if keep:
-            known.keys_values |= zip(running, pairs, strict=True)
-
-    def _row(self, known: ComputedStates, leaf: TreeNode, first_token: int) -> DecodingSequence:
-        head, path = leaf
-        kept = [known.keys_values.get((head, path[: block + 1])) if k else None for block, k in enumerate(path)]
-        return DecodingSequence(path, known.prompts[head].next_place, kept, [first_token])
-
-
-def _with_one_more(prompt: Prompt) -> Int64[Tensor, "axes more"]:
-    """The places of a prompt and of one token after it."""
-    return torch.nn.functional.pad(prompt.places, (0, 1), value=prompt.next_place)
+        self, computed: ComputedStates, block: int, running: Sequence[TreeNode], is_last_block: Sequence[bool]
+    ) -> list[KeysValues]:
+        prompts = [computed.prompts[key] for key, _ in running]
+        states, keys_values = self.blocks.run(
+            block,
+            [computed.states[key, path[:-1]] for key, path in running],
+            [prompt.position_ids for prompt in prompts],
+            [path[-1] for _, path in running],
+            computed.counter,
+            is_last_block=is_last_block,
+        )
+        for node, prompt, state in zip(running, prompts, states, strict=True):
+            computed.states[node] = prompt.add_deepstack(block, state)
+        return keys_values
 
 
 def image_key(sample: Sample) -> Hashable:
-    """Samples with the same crops (the same object, not equal ones) and the same words before them share a picture."""
-    return id(sample.crops), sample.before
+    """Samples share an image if their crops are the same object (not just equal) and the tokens before it are equal."""
+    return id(sample.crops_by_tier), sample.prefix_ids
 
 
-@torch.inference_mode()
-def latency_tokens_of_image(
-    executor: Executor, samples: Sequence[Sample], latency_token: Float[Tensor, " width"] | None = None
-) -> dict[PromptKey, Float[Tensor, "positions width"]]:
-    """For samples that share a picture, at every tier, what `Executor.prefix` would find for each alone."""
-    assert len({image_key(sample) for sample in samples}) == 1, "one picture at a time"
-    tiers, offered = list(executor.options.crops), executor.options.insertion_positions
-    prompts = executor.adapter.encode([(sample, tier) for tier in tiers for sample in samples]).prompts
-    by_tier = [prompts[start : start + len(samples)] for start in range(0, len(prompts), len(samples))]
-    questions = [len(sample.question) for sample in samples]
-    shared = [len(each[0].states) - questions[0] for each in by_tier]
-    states = [_states(each, start, latency_token) for each, start in zip(by_tier, shared, strict=True)]
-    places = [_places(each, start) for each, start in zip(by_tier, shared, strict=True)]
-    visible = [_branch_mask(start, questions).to(states[0].device) for start in shared]
-    top_k, seen = [executor.options.full_top_k or 1] * len(tiers), list[list[Tensor]]()
-    with executor.blocks.installed():
-        for block in range(max(offered)):
-            states, _ = executor.blocks.run(block, states, places, top_k, WorkCounter(), visible=visible)
-            states = [each[0].after_block(block, state) for each, state in zip(by_tier, states, strict=True)]
-            seen.append(states)
-    ends = torch.tensor([length + 1 for length in questions]).cumsum(0) - 1
-    return {
-        (sample.name, tier): torch.stack([seen[position - 1][nth][start + ends[number]] for position in offered])
-        for nth, (tier, start) in enumerate(zip(tiers, shared, strict=True))
-        for number, sample in enumerate(samples)
-    }
+class _PrefixRow:
+    """The packed row of a PrefixItem: the image, then every question with its latency token."""
+
+    def __init__(
+        self,
+        item: PrefixItem,
+        prompts: dict[PromptKey, Prompt],
+        until: int,
+        latency_token: Float[Tensor, " width"] | None,
+    ):
+        assert len({image_key(sample) for sample in item.samples}) == 1, "the samples of an item share their image"
+        self.until = until
+        self.keys = [(sample.name, item.tier) for sample in item.samples]
+        branches, lengths = [prompts[key] for key in self.keys], [len(sample.question_ids) for sample in item.samples]
+        self.prompt = branches[0]
+        shared = len(self.prompt.states) - lengths[0]
+        questions = [_append_latency_token(branch.states[shared:], latency_token) for branch in branches]
+        self.states = torch.cat([self.prompt.states[:shared], *questions])
+        self.position_ids = torch.cat(
+            [
+                self.prompt.position_ids[:, :shared],
+                *(pad(branch.position_ids[:, shared:], (0, 1), value=branch.next_position) for branch in branches),
+            ],
+            dim=1,
+        )
+        self.token_indices = [shared + end - 1 for end in accumulate(length + 1 for length in lengths)]
+        self.mask = None if len(branches) == 1 else _branch_mask(shared, lengths).to(self.states.device)
 
 
-def _states(prompts: Sequence[Prompt], start: int, latency_token: Tensor | None) -> Float[Tensor, "tokens width"]:
-    """The picture, then every question with a latency token behind it."""
-    questions = [prompt.states[start:] for prompt in prompts]
-    behind = [append_latency_token(question, len(question), latency_token=latency_token) for question in questions]
-    return torch.cat([prompts[0].states[:start], *behind])
+def _append_latency_token(
+    question: Float[Tensor, "tokens width"], latency_token: Float[Tensor, " width"] | None
+) -> Float[Tensor, "more width"]:
+    """A question and its latency token, which starts as the mean of the question's embeddings unless one is given.
+
+    So it carries the question even where it is read after a single block. With one learned vector for all questions
+    the second stage could not tell kinds of questions apart.
+    """
+    token = question.mean(0) if latency_token is None else latency_token.to(question)
+    return torch.cat([question, token[None]])
 
 
-def _places(prompts: Sequence[Prompt], start: int) -> Int64[Tensor, "axes tokens"]:
-    questions = [pad(prompt.places[:, start:], (0, 1), value=prompt.next_place) for prompt in prompts]
-    return torch.cat([prompts[0].places[:, :start], *questions], dim=1)
-
-
-def _branch_mask(start: int, questions: Sequence[int]) -> Bool[Tensor, "tokens tokens"]:
-    """Who sees whom: what came before, of the picture and of one's own question."""
-    branch = torch.tensor([0] * start + [nth for nth, length in enumerate(questions, 1) for _ in range(length + 1)])
+def _branch_mask(shared: int, lengths: Sequence[int]) -> AttentionMask:
+    """Causal within the image and the token's own question."""
+    branch = torch.tensor(
+        [0] * shared + [index for index, length in enumerate(lengths, start=1) for _ in range(length + 1)]
+    )
     return ((branch == 0) | (branch == branch[:, None])).tril()
+
+
+@dataclass
+class DecodingSequence:
+    """One answer while it is decoded."""
+
+    path: BlockPath
+    first_position: int
+    """The rotary position of its first token."""
+    keys_values: Sequence[KeysValues | None]
+    """Keys and values of the prompt by block; None where a block did not run."""
+    tokens: list[int]
+    """So far; the first one comes from the prompt's logits."""
+
+    @property
+    def next_position(self) -> int:
+        return self.first_position + len(self.tokens) - 1
+
+
+def _decoding_sequence(computed: ComputedStates, target: TreeNode, first_token: int) -> DecodingSequence:
+    key, path = target
+    kept = [computed.keys_values.get((key, path[: block + 1])) if top_k else None for block, top_k in enumerate(path)]
+    return DecodingSequence(path, computed.prompts[key].next_position, kept, [first_token])
+
+
+@dataclass
+class _BlockCache:
+    """The sequences that run one block, and their keys and values."""
+
+    sequences: list[DecodingSequence]
+    past: BlockKVCache
+
+
+def decode(
+    blocks: BlockRunner,
+    sequences: Sequence[DecodingSequence],
+    *,
+    new_tokens: int,
+    stop_token: int | None,
+    counter: WorkCounter,
+) -> None:
+    """Append up to `new_tokens` tokens to every sequence, until its stop token. Depth and top-k may differ."""
+    live = [sequence for sequence in sequences if sequence.tokens[-1] != stop_token]
+    caches = _block_caches(live, new_tokens) if live and new_tokens else {}
+    for _ in range(new_tokens):
+        if not live:
+            return
+        hidden = _decode_step(blocks, live, caches, counter)
+        for sequence, token in zip(live, blocks.adapter.logits(hidden).argmax(-1).tolist(), strict=True):
+            sequence.tokens.append(token)
+        live = [sequence for sequence in live if sequence.tokens[-1] != stop_token]
+        _drop_finished(caches, live)
+
+
+def _block_caches(sequences: Sequence[DecodingSequence], room: int) -> dict[int, _BlockCache]:
+    """For every block that some sequence runs."""
+    caches = {}
+    for block in range(len(sequences[0].path)):
+        running = [sequence for sequence in sequences if sequence.path[block]]
+        kept = [sequence.keys_values[block] for sequence in running]
+        if running:
+            caches[block] = _BlockCache(running, BlockKVCache([pair for pair in kept if pair is not None], room))
+    return caches
+
+
+def _decode_step(
+    blocks: BlockRunner, live: Sequence[DecodingSequence], caches: dict[int, _BlockCache], counter: WorkCounter
+) -> Tensor:
+    hidden = blocks.adapter.embed(torch.tensor([sequence.tokens[-1] for sequence in live]))
+    row_of = {id(sequence): row for row, sequence in enumerate(live)}
+    for block, cache in caches.items():
+        rows = torch.tensor([row_of[id(sequence)] for sequence in cache.sequences])
+        top_k = torch.tensor([sequence.path[block] for sequence in cache.sequences])
+        packing = PackedRows((1,) * len(cache.sequences), top_k, counter, cache.past)
+        positions = [sequence.next_position for sequence in cache.sequences]
+        hidden[rows] = blocks.step(block, hidden[rows], positions, packing)
+    return hidden
+
+
+def _drop_finished(caches: dict[int, _BlockCache], live: Iterable[DecodingSequence]) -> None:
+    """Remove finished sequences, and blocks that no sequence runs any more."""
+    live_ids = {id(sequence) for sequence in live}
+    for block, cache in list(caches.items()):
+        staying = [row for row, sequence in enumerate(cache.sequences) if id(sequence) in live_ids]
+        if not staying:
+            del caches[block]
+        elif len(staying) < len(cache.sequences):
+            cache.past.select(staying)
+            cache.sequences = [cache.sequences[row] for row in staying]

@@ -1,49 +1,48 @@
-"""The controller's network: a budget encoder, a first stage before the model runs, a second one inside it."""
+"""ControllerNetwork: a budget encoder, stage one before the model runs and stage two inside it; and its fused form."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import pi
+from copy import deepcopy
+from math import pi, sqrt
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm
+from torch.nn.functional import gelu, layer_norm, linear
 
-from groupwise.workloads.controller.latency.estimates import table_shape
+from groupwise.workloads.controller.config import BUDGET_DIM, NUM_FREQUENCIES, STAGE_ONE_DIM, STAGE_TWO_DIM
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
-ENCODED, FIRST, SECOND = 256, 256, 128
-"""Widths of the encoded budget and of the two stages."""
-FREQUENCIES = 16
 MASKED_LOGIT = -1e4
-"""Log-odds of what may not be chosen: its probability is exactly 0, and 0 x log 0 stays 0."""
+"""Logit of an option that may not be chosen: its probability is exactly 0, and 0 x log 0 stays 0."""
+_SQRT_HALF = sqrt(0.5)
 
 
 class BudgetEncoder(nn.Module):
-    """A budget between the cheapest (0) and the full configuration (1), scaled by 2 pi, as waves, through an MLP.
+    """A relative budget, from 0 (the cheapest configuration) to 1 (the full one), as sinusoids through an MLP.
 
-    The waves run from a quarter of a turn over the whole range to 16 turns. Without the 2 pi, and with the falling
-    frequencies of position encodings, most of them would not move at all.
+    The sinusoids make from a quarter of a turn over the whole range to 16 turns. With the frequencies of position
+    encodings most of them would hardly vary over this range.
     """
 
-    turns: Tensor
+    frequencies: Tensor
 
-    def __init__(self, width: int = ENCODED):
+    def __init__(self, width: int = BUDGET_DIM):
         super().__init__()
-        self.register_buffer("turns", 2.0 ** torch.linspace(-2, 4, FREQUENCIES), persistent=False)
-        self.mlp = nn.Sequential(nn.Linear(2 * FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
+        self.register_buffer("frequencies", 2.0 ** torch.linspace(-2, 4, NUM_FREQUENCIES), persistent=False)
+        self.mlp = nn.Sequential(nn.Linear(2 * NUM_FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
 
-    def waves(self, budget: Float[Tensor, " rows"]) -> Float[Tensor, "rows waves"]:
-        angles = 2 * pi * budget[:, None] * self.turns
+    def sinusoids(self, budget: Float[Tensor, " rows"]) -> Float[Tensor, "rows sinusoids"]:
+        angles = 2 * pi * budget[:, None] * self.frequencies
         return torch.cat([angles.sin(), angles.cos()], dim=1)
 
     def forward(self, budget: Float[Tensor, " rows"]) -> Float[Tensor, "rows encoded"]:
-        return self.mlp(self.waves(budget))
+        return self.mlp(self.sinusoids(budget))
 
 
 class OptionHead(nn.Module):
-    """Log-odds of some options; with a single one there is nothing to learn, and no weight."""
+    """Logits of a decision's options; without weights where there is a single option."""
 
     def __init__(self, width: int, options: int):
         super().__init__()
@@ -55,29 +54,29 @@ class OptionHead(nn.Module):
 
 
 class StageOne(nn.Module):
-    """From what is asked and how long it may take: the tier and the insertion position."""
+    """From the question and the budget: tier and insertion position."""
 
     def __init__(self, width: int, tiers: int, positions: int):
         super().__init__()
-        self.prompt, self.budget = nn.Linear(width, FIRST), nn.Linear(ENCODED, FIRST)
-        self.join = nn.Linear(2 * FIRST, FIRST)
-        self.tier, self.insertion = OptionHead(FIRST, tiers), OptionHead(FIRST, positions)
+        self.prompt, self.budget = nn.Linear(width, STAGE_ONE_DIM), nn.Linear(BUDGET_DIM, STAGE_ONE_DIM)
+        self.join = nn.Linear(2 * STAGE_ONE_DIM, STAGE_ONE_DIM)
+        self.tier, self.insertion = OptionHead(STAGE_ONE_DIM, tiers), OptionHead(STAGE_ONE_DIM, positions)
 
-    def forward(self, prompt: Float[Tensor, "rows width"], budget: Float[Tensor, "rows encoded"]) -> list[Tensor]:
-        parts = torch.cat([self.prompt(normalize_features(prompt)), self.budget(budget)], dim=1)
+    def forward(self, question: Float[Tensor, "rows width"], budget: Float[Tensor, "rows encoded"]) -> list[Tensor]:
+        parts = torch.cat([self.prompt(normalize_features(question)), self.budget(budget)], dim=1)
         hidden = gelu(self.join(gelu(parts)))
         return [self.tier(hidden), self.insertion(hidden)]
 
 
 class StageTwo(nn.Module):
-    """From the latency token where it was read, and how long the answer may take: the top-k and the blocks."""
+    """From the latency token at the insertion position and the budget: top-k and blocks."""
 
     def __init__(self, width: int, positions: int, top_ks: int, totals: int):
         super().__init__()
-        self.token, self.budget = nn.Linear(width, SECOND), nn.Linear(ENCODED, SECOND)
-        self.position = nn.Embedding(positions, SECOND)
-        self.join = nn.Linear(SECOND, SECOND)
-        self.top_k, self.blocks = OptionHead(SECOND, top_ks), OptionHead(SECOND, totals)
+        self.token, self.budget = nn.Linear(width, STAGE_TWO_DIM), nn.Linear(BUDGET_DIM, STAGE_TWO_DIM)
+        self.position = nn.Embedding(positions, STAGE_TWO_DIM)
+        self.join = nn.Linear(STAGE_TWO_DIM, STAGE_TWO_DIM)
+        self.top_k, self.blocks = OptionHead(STAGE_TWO_DIM, top_ks), OptionHead(STAGE_TWO_DIM, totals)
 
     def forward(
         self,
@@ -86,46 +85,112 @@ class StageTwo(nn.Module):
         budget: Float[Tensor, "distinct encoded"],
         budget_of_row: Int64[Tensor, " rows"],
     ) -> list[Tensor]:
-        spare = self.budget(budget).index_select(0, budget_of_row)
-        mixed = self.token(normalize_features(token)) + self.position(position) + spare
+        budget = self.budget(budget).index_select(0, budget_of_row)
+        mixed = self.token(normalize_features(token)) + self.position(position) + budget
         hidden = gelu(self.join(gelu(mixed)))
         return [self.top_k(hidden), self.blocks(hidden)]
 
 
 class ControllerNetwork(nn.Module):
-    """Everything that is trained: about a million numbers at width 2048."""
+    """Everything that is trained: about a million parameters at width 2048."""
 
     def __init__(self, width: int, options: KnobOptions, *, seed: int = 0):
         super().__init__()
-        tiers, positions, top_ks, totals = table_shape(options)
+        tiers, positions, top_ks, totals = options.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # the same weights on every rank
             self.encoder = BudgetEncoder()
             self.stage_one = StageOne(width, tiers, positions)
             self.stage_two = StageTwo(width, positions, top_ks, totals)
 
+    def fused(self) -> FusedNetwork:
+        """The same function with the current weights, fast for single rows on the CPU."""
+        return FusedNetwork(self)
 
-def parameter_counts(policy: nn.Module) -> dict[str, int]:
-    """Numbers to train, by part."""
-    return {name: sum(weight.numel() for weight in part.parameters()) for name, part in policy.named_children()}
+
+class FusedNetwork:
+    """A copy of a ControllerNetwork for one row at a time, on the CPU.
+
+    At this size the calls take the time, not the arithmetic: the heads of a stage are concatenated, everything that
+    depends on the budget alone is computed once per budget, and the rest is a few matrix-vector products.
+    """
+
+    def __init__(self, network: ControllerNetwork):
+        self._network = deepcopy(network).requires_grad_(False).float().cpu()
+        one, two = self._network.stage_one, self._network.stage_two
+        join_question, join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
+        self._join_question, self._join_budget = join_question.contiguous(), join_budget.contiguous()
+        self._heads_one = _concat_heads(one.tier, one.insertion, STAGE_ONE_DIM)
+        self._heads_two = _concat_heads(two.top_k, two.blocks, STAGE_TWO_DIM)
+        self._terms: dict[float, tuple[Tensor, Tensor]] = {}
+
+    def stage_one(self, question: Float[Tensor, " width"], budget: float) -> tuple[list[float], list[float]]:
+        """Logits of the tiers and of the insertion positions."""
+        stage, (budget_term, _) = self._network.stage_one, self._budget_terms(budget)
+        prompt = _gelu(torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question).cpu()))
+        hidden = _gelu(torch.addmv(budget_term, self._join_question, prompt))
+        weight, bias = self._heads_one
+        return _split_scores(torch.addmv(bias, weight, hidden), stage.tier.options)
+
+    def stage_two(
+        self, token: Float[Tensor, " width"], position: int, budget: float
+    ) -> tuple[list[float], list[float]]:
+        """Logits of the top-ks and of the block totals. `position` is the index of the insertion position."""
+        stage, (_, budget_terms) = self._network.stage_two, self._budget_terms(budget)
+        mixed = _gelu(torch.addmv(budget_terms[position], stage.token.weight, normalize_features(token).cpu()))
+        hidden = _gelu(torch.addmv(stage.join.bias, stage.join.weight, mixed))
+        weight, bias = self._heads_two
+        return _split_scores(torch.addmv(bias, weight, hidden), stage.top_k.options)
+
+    def _budget_terms(self, budget: float) -> tuple[Float[Tensor, " stage_one"], Float[Tensor, "positions stage_two"]]:
+        """What a budget adds to the second layer of stage one, and to the first layer of stage two by position."""
+        if budget not in self._terms:
+            one, two = self._network.stage_one, self._network.stage_two
+            encoded = self._network.encoder(torch.tensor([budget]))
+            term = linear(gelu(one.budget(encoded)), self._join_budget, one.join.bias)[0]
+            self._terms[budget] = term, two.token.bias + two.position.weight + two.budget(encoded)
+        return self._terms[budget]
+
+
+def _concat_heads(first: OptionHead, second: OptionHead, width: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias of two heads as one; a single option has logit 0."""
+    single = torch.zeros(1, width), torch.zeros(1)
+    parts = [single if head.linear is None else (head.linear.weight, head.linear.bias) for head in (first, second)]
+    weights, biases = zip(*parts, strict=True)
+    return torch.cat(weights), torch.cat(biases)
+
+
+def _split_scores(scores: Float[Tensor, " options"], first: int) -> tuple[list[float], list[float]]:
+    values = scores.tolist()
+    return values[:first], values[first:]
+
+
+def _gelu(values: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
+    """The same as torch's gelu, whose kernel has a higher start-up time."""
+    return torch.erf(values * _SQRT_HALF).add_(1).mul_(values).mul_(0.5)
+
+
+def parameter_counts(network: nn.Module) -> dict[str, int]:
+    """Trained parameters by part."""
+    return {name: sum(weight.numel() for weight in part.parameters()) for name, part in network.named_children()}
 
 
 def allowed_options(
-    fits: Bool[Tensor, "rows ..."], taken: Sequence[Int64[Tensor, " rows"]]
+    feasible: Bool[Tensor, "rows ..."], taken: Sequence[Int64[Tensor, " rows"]]
 ) -> Bool[Tensor, "rows options"]:
-    """Which options of the next decision some completion of fits, after the decisions already taken."""
+    """Options of the next decision that some feasible configuration has, after the decisions already taken."""
     for choice in taken:
-        fits = fits[torch.arange(len(fits), device=fits.device), choice]
-    return fits.flatten(2).any(2) if fits.ndim > 2 else fits
+        feasible = feasible[torch.arange(len(feasible), device=feasible.device), choice]
+    return feasible.flatten(2).any(2) if feasible.ndim > 2 else feasible
 
 
 def masked_log_softmax(
     logits: Float[Tensor, "*rows options"], allowed: Bool[Tensor, "*rows options"]
 ) -> Float[Tensor, "*rows options"]:
-    """Log-probabilities among what is allowed."""
+    """Log-probs among the allowed options."""
     return logits.masked_fill(~allowed, MASKED_LOGIT).log_softmax(-1)
 
 
-def normalize_features(features: Float[Tensor, "rows width"]) -> Float[Tensor, "rows width"]:
+def normalize_features(features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
     """Hidden states of large models have a few huge entries, embeddings are tiny: bring both to one scale."""
     return layer_norm(features, features.shape[-1:])

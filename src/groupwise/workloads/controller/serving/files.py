@@ -1,19 +1,22 @@
-"""A trained controller as files: config.json, weights, and estimator.json where one was fitted."""
+"""A trained controller as files: config.json, weights, and estimator.json for a fitted estimator."""
 
 from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import (
@@ -21,22 +24,23 @@ from groupwise.workloads.controller.latency.estimates import (
     KnobLatencyModel,
     ProportionalEstimator,
 )
-from groupwise.workloads.controller.latency.source import COUNTED, load_estimator
+from groupwise.workloads.controller.latency.source import PROPORTIONAL, load_estimator_file
 from groupwise.workloads.controller.model.knobs import KnobOptions
-from groupwise.workloads.controller.model.load import LoadedModel
+from groupwise.workloads.controller.model.load import LoadedModel, load_model
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.task import ModelSource, Task
 
-CONFIG, ESTIMATOR = "config.json", "estimator.json"
-_KIND = "groupwise-controller"
-NETWORK_VERSION = 2
-"""What it reads and in which order it decides: counted up with every change, since the weights look the same."""
-_FITTED, _OWN = "fitted", "own"
+CONFIG, ESTIMATOR, PRETRAINED_WEIGHTS = "config.json", "estimator.json", "model.safetensors"
+NETWORK_VERSION = 3
+"""Goes up with every change of what the network reads, how it decides or what config.json contains: the weights alone
+would not show it."""
+_MODEL_TYPE = "groupwise-controller"
+_FITTED, _CUSTOM = "fitted", "custom"
 
 
 @dataclass(frozen=True)
 class ControllerSettings:
-    """Everything about a trained controller but its weights."""
+    """Everything about a trained controller except its weights."""
 
     source: ModelSource
     width: int
@@ -46,12 +50,12 @@ class ControllerSettings:
     max_new_tokens: int
     stop_token: int | None
     estimator: KnobLatencyModel
-    trained_shares: tuple[float, float] = (0.0, 1.0)
-    """The smallest and the largest budget that it was trained on, between the cheapest configuration and the full."""
+    trained_budget_range: tuple[float, float] = (0.0, 1.0)
+    """The smallest and the largest relative budget that it was trained on."""
 
 
 def settings_from_task(task: Task, conditions: Conditions, width: int) -> ControllerSettings:
-    """Of a controller that is trained under these conditions, on a task whose model can be loaded again."""
+    """The settings of a controller that is trained under these conditions. The task must have a `source`."""
     assert task.source is not None
     return ControllerSettings(
         source=task.source,
@@ -61,28 +65,37 @@ def settings_from_task(task: Task, conditions: Conditions, width: int) -> Contro
         max_new_tokens=task.max_new_tokens,
         stop_token=task.stop_token,
         estimator=task.estimator,
-        trained_shares=(conditions.budget_share.min().item(), conditions.budget_share.max().item()),
+        trained_budget_range=(conditions.budget_share.min().item(), conditions.budget_share.max().item()),
     )
 
 
+def save_controller(folder: Path, settings: ControllerSettings, policy: ControllerNetwork) -> None:
+    """Write what `load_controller` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, raw in settings_to_files(settings).items():
+        (folder / name).write_bytes(raw)
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in policy.state_dict().items()}
+    (folder / PRETRAINED_WEIGHTS).write_bytes(save(weights, metadata={"format": "pt"}))
+
+
 def settings_to_files(settings: ControllerSettings) -> dict[str, bytes]:
-    """The same settings are always the same bytes."""
-    estimator, described = settings.estimator, {"kind": _OWN}
+    """The contents of config.json and estimator.json; equal settings give equal bytes."""
+    estimator, described = settings.estimator, {"kind": _CUSTOM}
     fitted = {}
     if isinstance(estimator, ProportionalEstimator):
-        described = {"kind": COUNTED} | {
+        described = {"kind": PROPORTIONAL} | {
             entry.name: getattr(estimator, entry.name) for entry in fields(estimator) if entry.name != "options"
         }
     elif isinstance(estimator, KnobLatencyEstimator):
         described, fitted = {"kind": _FITTED}, {ESTIMATOR: _estimator_file(estimator)}
     config = {
-        "model_type": _KIND,
+        "model_type": _MODEL_TYPE,
         "network": NETWORK_VERSION,
         **asdict(settings.source),
         "width": settings.width,
         "options": asdict(settings.options),
         "budget": asdict(settings.budget),
-        "trained_shares": settings.trained_shares,
+        "trained_budget_range": settings.trained_budget_range,
         "max_new_tokens": settings.max_new_tokens,
         "stop_token": settings.stop_token,
         "estimator": described,
@@ -97,8 +110,39 @@ def _estimator_file(estimator: KnobLatencyEstimator) -> bytes:
         return file.read_bytes()
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """What `settings_to_files` has written; refused if it is something else."""
+def find_checkpoint(run: Path) -> tuple[Path, Path]:
+    """The folder of a run's newest valid checkpoint, and its weights: the EMA weights if the run kept them."""
+    checkpoint = newest_valid_checkpoint(run / "checkpoints", warnings.warn)
+    if checkpoint is None:
+        raise UserError(f"{run} holds no checkpoint. Name the folder of a run that `groupwise train` has written.")
+    if not (checkpoint / CONFIG).is_file():
+        raise UserError(
+            f"The run {run} has not trained a controller that can be used without its task: {checkpoint.name} has no"
+            f" {CONFIG}. Name a run of `groupwise train controller`; a task of your own needs a `source`."
+        )
+    ema = checkpoint / EMA_WEIGHTS
+    return checkpoint, ema if ema.is_file() else checkpoint / WEIGHTS
+
+
+def load_controller(
+    folder: Path,
+    weights: Path,
+    model: LoadedModel | Path | str | None = None,
+    estimator: KnobLatencyModel | None = None,
+    *,
+    allow_mismatch: bool = False,
+) -> tuple[LoadedModel, ControllerSettings, ControllerNetwork]:
+    """The frozen model (loaded by the name in config.json unless it is given), the settings and the network."""
+    config = _read_config(folder)
+    if not isinstance(model, LoadedModel):
+        source = _source(config)
+        model = load_model(model or source.model, dtype=getattr(torch, source.dtype))
+    settings = read_settings(folder, config, model, estimator=estimator, allow_mismatch=allow_mismatch)
+    return model, settings, load_policy(weights, settings)
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a controller; any other is refused."""
     file = folder / CONFIG
     if not file.is_file():
         raise UserError(
@@ -109,12 +153,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}). Restore it, or save the controller again.") from error
-    if not isinstance(config, dict) or config.get("model_type") != _KIND:
-        raise UserError(f"{file} is not of a controller: it has no model_type '{_KIND}'. Name another folder.")
+    if not isinstance(config, dict) or config.get("model_type") != _MODEL_TYPE:
+        raise UserError(f"{file} is not of a controller: it has no model_type '{_MODEL_TYPE}'. Name another folder.")
     if config.get("network") != NETWORK_VERSION:
         raise UserError(
-            f"The controller in {folder} is of an earlier version, which saw and decided otherwise: this one would make"
-            " nothing of its weights. Train it again."
+            f"The controller in {folder} was saved by another version of groupwise, whose network or settings differ."
+            " Train it again."
         )
     return config
 
@@ -127,59 +171,58 @@ def read_settings(
     estimator: KnobLatencyModel | None = None,
     allow_mismatch: bool = False,
 ) -> ControllerSettings:
-    """The settings in a folder for a model that is loaded; refused if it is another than they were made with."""
-    source = source_of(config)
+    """The settings in a folder; a model other than the one the controller was trained for is refused."""
     options = KnobOptions(**{name: _tuple(value) for name, value in config["options"].items()})
     _check_model(folder, config, loaded)
     if estimator is None:
         estimator = _estimator(folder, config, loaded, options, allow_mismatch=allow_mismatch)
     budget = BudgetConfig(**{name: _tuple(value) for name, value in config["budget"].items()})
     return ControllerSettings(
-        source=source,
+        source=_source(config),
         width=config["width"],
         options=options,
         budget=budget,
         max_new_tokens=config["max_new_tokens"],
         stop_token=config["stop_token"],
         estimator=estimator,
-        trained_shares=_tuple(config.get("trained_shares", [0.0, 1.0])),
+        trained_budget_range=_tuple(config["trained_budget_range"]),
     )
 
 
-def source_of(config: Mapping[str, Any]) -> ModelSource:
+def _source(config: Mapping[str, Any]) -> ModelSource:
     return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource)})
 
 
 def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:
-    """The network with the weights in a file."""
+    """The network with the weights of a file."""
     try:
         saved: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The weights {file} cannot be read ({error}). Restore the file, or save it again.") from error
     policy = ControllerNetwork(settings.width, settings.options)
-    wanted = policy.state_dict()
-    wrong = [name for name in wanted if name not in saved or saved[name].shape != wanted[name].shape]
+    expected = policy.state_dict()
+    wrong = [name for name in expected if name not in saved or saved[name].shape != expected[name].shape]
     if wrong:
         raise UserError(
             f"The weights {file} do not belong to the {CONFIG} beside them: '{wrong[0]}' is missing or has another"
             " shape. Restore both from the same save."
         )
-    policy.load_state_dict({name: saved[name] for name in wanted})
+    policy.load_state_dict({name: saved[name] for name in expected})
     return policy.eval()
 
 
 def _check_model(folder: Path, config: Mapping[str, Any], loaded: LoadedModel) -> None:
     hidden, blocks = loaded.adapter.text_config.hidden_size, len(loaded.adapter.blocks)
     differences = [
-        f"{name} {then}, not {now}"
-        for name, then, now in (
+        f"{name} {trained}, not {given}"
+        for name, trained, given in (
             ("width", config["width"], hidden),
             ("blocks", config["options"]["total_blocks"], blocks),
         )
-        if then != now
+        if trained != given
     ]
-    if not differences and config["identity"] != loaded.identity:
-        differences = [f"the same shape but other weights (identity {config['identity']}, not {loaded.identity})"]
+    if not differences and config["identity"] != loaded.fingerprint:
+        differences = [f"the same shape but other weights (identity {config['identity']}, not {loaded.fingerprint})"]
     if differences:
         raise UserError(
             f"The controller in {folder} was trained for another model than {loaded.name!r}: {', '.join(differences)}."
@@ -192,11 +235,15 @@ def _estimator(
 ) -> KnobLatencyModel:
     described = dict(config["estimator"])
     kind = described.pop("kind")
-    if kind == COUNTED:
+    if kind == PROPORTIONAL:
         return ProportionalEstimator(options, **described)
     if kind == _FITTED:
-        name, tokens = str(folder / ESTIMATOR), config["max_new_tokens"]
-        return load_estimator(name, replace(loaded, options=options), new_tokens=tokens, allow_mismatch=allow_mismatch)
+        return load_estimator_file(
+            folder / ESTIMATOR,
+            replace(loaded, options=options),
+            new_tokens=config["max_new_tokens"],
+            allow_mismatch=allow_mismatch,
+        )
     raise UserError(
         f"The controller in {folder} was trained with a latency estimator of your own, which is not saved with it. Pass"
         " it as estimator=."

@@ -1,4 +1,4 @@
-"""What the executor needs of a model: prompts as embeddings, blocks, and a head. One small class a family."""
+"""What the executor needs of a model: prompts as embeddings, blocks, and a head. One small class per family."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from groupwise.workloads.controller.model.adapters.base import (
     ModelAdapter,
     Prompt,
     Sample,
+    default_drop_order,
+    default_options,
     dense_blocks,
     full_top_k,
 )
@@ -24,14 +26,14 @@ FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
 
 
 def adapter_for(model: Any) -> ModelAdapter:
-    """The adapter of a model's family; a model without a vision tower and an unknown family are refused by name."""
+    """The adapter of the model's family; a model without a vision tower or of an unknown family is refused."""
     name = type(model).__name__
     check_family(name, getattr(model, "config", None))
     return FAMILIES[name](model)
 
 
 def check_family(name: str, config: Any) -> None:
-    """Refuse a model that no adapter serves, by its class and its configuration."""
+    """Refuse a model that has no adapter, by its class and its configuration."""
     if name in FAMILIES:
         return
     if config is not None and not hasattr(config, "vision_config"):
@@ -39,8 +41,8 @@ def check_family(name: str, config: Any) -> None:
             f"{name} has no vision tower, so it cannot offer the tier knob. Take a model of {', '.join(FAMILIES)}."
         )
     raise UserError(
-        f"{name} cannot be steered by knobs yet: there are adapters for {', '.join(FAMILIES)}. Write one as in"
-        " groupwise/workloads/controller/adapter/llava.py."
+        f"{name} has no adapter, so its knobs cannot be controlled: there are adapters for {', '.join(FAMILIES)}. Write"
+        " one as in groupwise/workloads/controller/model/adapters/llava.py."
     )
 
 
@@ -54,6 +56,8 @@ __all__ = [
     "Sample",
     "adapter_for",
     "check_family",
+    "default_drop_order",
+    "default_options",
     "dense_blocks",
     "full_top_k",
 ]

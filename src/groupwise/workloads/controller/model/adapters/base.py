@@ -1,4 +1,4 @@
-"""What goes into an adapter and what comes out of it, and the text side that all families share."""
+"""ModelAdapter, its inputs and outputs, the text side that all families share, and the default knobs of a model."""
 
 from __future__ import annotations
 
@@ -14,38 +14,42 @@ from torch import Tensor, nn
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
+_LATEST_INSERTION_POSITION = 5
+# Measured on MolmoE, which has 16 blocks.
+_DROPPED_FIRST_OF_16 = (4, 13, 10, 2)
+
 
 @dataclass(frozen=True)
 class Sample:
-    """An image, cut or resized for every tier, and a question about it."""
+    """An image, prepared for every tier, and a question about it."""
 
     name: str
-    """Tells samples apart: made from the content."""
-    crops: Mapping[str, Float[Tensor, "crops channels height width"]]
-    """For every tier, what the vision tower sees. LLaVA: crops of one size, the overview first and the same in all
-    tiers. Qwen: one image, whose height and width are the tier's."""
-    question: tuple[int, ...]
-    """Token ids, after the image."""
-    before: tuple[int, ...] = ()
-    """Token ids in front of the image."""
+    """Identifies the sample: a hash of its content."""
+    crops_by_tier: Mapping[str, Float[Tensor, "crops channels height width"]]
+    """The input of the vision tower at every tier. LLaVA: crops of one size, first the overview, which is the same in
+    all tiers. Qwen: one image of the tier's height and width."""
+    question_ids: tuple[int, ...]
+    """Token ids after the image."""
+    prefix_ids: tuple[int, ...] = ()
+    """Token ids before the image."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One (sample, tier) as the first block takes it."""
+    """The input of the first block for one (sample, tier)."""
 
     states: Float[Tensor, "tokens width"]
-    places: Int64[Tensor, "axes tokens"]
+    position_ids: Int64[Tensor, "axes tokens"]
     """Rotary positions: one axis, or three for time, height and width."""
-    next_place: int
-    """Where the answer goes on, on every axis."""
+    next_position: int
+    """Position of the answer's first token, on every axis."""
     image_start: int = 0
-    """The first token of the image."""
+    """Index of the image's first token."""
     deepstack: Sequence[Float[Tensor, "image width"]] = ()
-    """Added to the image's tokens after block 0, 1, ..., also where that block itself does not run."""
+    """Features to add to the image's tokens after block 0, 1, ..., also where that block does not run."""
 
-    def after_block(self, block: int, states: Float[Tensor, "more width"]) -> Float[Tensor, "more width"]:
-        """States of this prompt (and of tokens after it) with what belongs behind this block."""
+    def add_deepstack(self, block: int, states: Float[Tensor, "more width"]) -> Float[Tensor, "more width"]:
+        """States of this prompt, and of tokens after it, with the features that belong after this block."""
         if block >= len(self.deepstack):
             return states
         added = self.deepstack[block].to(states)
@@ -56,7 +60,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Encoded:
-    """Prompts, and what went through the vision tower for them."""
+    """Prompts, and counts of what went through the vision tower for them."""
 
     prompts: list[Prompt]
     crops: int
@@ -65,18 +69,18 @@ class Encoded:
 
 
 class ModelAdapter(Protocol):
-    """A model with its vision tower, its blocks and its head laid open."""
+    """Access to a model's vision tower, its blocks and its head. One small class per model family."""
 
     model: Any
-    """Of transformers."""
+    """A transformers model."""
     blocks: nn.ModuleList
     text_config: Any
 
-    def encode(self, heads: Sequence[tuple[Sample, str]]) -> Encoded:
-        """The prompt of each (sample, tier); each goes through the vision tower once."""
+    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier."""
         ...
 
-    def rotary(self, places: Int64[Tensor, "axes tokens"]) -> tuple[Tensor, Tensor]:
+    def rotary(self, position_ids: Int64[Tensor, "axes tokens"]) -> tuple[Tensor, Tensor]:
         """Rotary cosines and sines of packed tokens."""
         ...
 
@@ -85,31 +89,31 @@ class ModelAdapter(Protocol):
         ...
 
     def logits(self, hidden: Float[Tensor, "rows width"]) -> Float[Tensor, "rows words"]:
-        """Scores of the next token."""
+        """Logits of the next token."""
         ...
 
     def tiers(self) -> dict[str, Mapping[str, int]]:
-        """The fields of KnobOptions that say what the tiers are, unless the user knows better."""
+        """The family's default tiers, as fields of KnobOptions."""
         ...
 
-    def cut(self, image: Image, options: KnobOptions, statistics: ImageNormalization) -> dict[str, Tensor]:
-        """A picture as `Sample.crops`; refused if it has not enough pixels."""
+    def crop(self, image: Image, options: KnobOptions, normalization: ImageNormalization) -> dict[str, Tensor]:
+        """An image as `Sample.crops_by_tier`; refused if it has too few pixels."""
         ...
 
     def image_tokens(self, crops: Float[Tensor, "crops channels height width"]) -> int:
-        """How many tokens one tier's crops become."""
+        """How many tokens the crops of one tier become."""
         ...
 
 
 class TextModelMixin:
-    """The blocks, the embeddings and the head of a model that transformers has composed of a tower and a text model."""
+    """Blocks, embeddings and head of a transformers model that is composed of a vision tower and a text model."""
 
     def __init__(self, model: Any):
         self.model = model
         self.text = model.model.language_model
         self.blocks: nn.ModuleList = self.text.layers
         self.text_config = model.config.text_config
-        self.words: nn.Module = model.get_input_embeddings()
+        self.embedding: nn.Module = model.get_input_embeddings()
         _mark_renormalizing(self.blocks)
 
     @property
@@ -117,16 +121,46 @@ class TextModelMixin:
         return self.text.norm.weight.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.words(tokens.to(self.device))
+        return self.embedding(tokens.to(self.device))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(self.text.norm(hidden))
 
-    def _around(self, sample: Sample, image: Float[Tensor, "image width"]) -> Float[Tensor, "tokens width"]:
-        """The image's embeddings between those of the words."""
-        words = self.embed(torch.tensor(sample.before + sample.question))
-        before, question = words.split([len(sample.before), len(sample.question)])
-        return torch.cat([before, image.to(words.dtype), question])
+    def _insert_image(self, sample: Sample, image: Float[Tensor, "image width"]) -> Float[Tensor, "tokens width"]:
+        """The image's embeddings between those of the text."""
+        text = self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+        prefix, question = text.split([len(sample.prefix_ids), len(sample.question_ids)])
+        return torch.cat([prefix, image.to(text.dtype), question])
+
+
+def default_options(adapter: ModelAdapter, drop_order: Sequence[int] | None = None) -> KnobOptions:
+    """Up to a quarter of the blocks can be dropped, top-k goes down to half, insertion positions are 1 to 5, and the
+    tiers are the family's. Without a measured `drop_order` it is a guess.
+    """
+    total, top_k = len(adapter.blocks), full_top_k(adapter)
+    latest = max(1, min(_LATEST_INSERTION_POSITION, total - 1 - total // 4))
+    order = tuple(default_drop_order(total) if drop_order is None else drop_order)
+    tiers = adapter.tiers()
+    return KnobOptions(
+        crops_by_tier=tiers["crops_by_tier"],
+        total_blocks=total,
+        full_top_k=top_k,
+        drop_order=order,
+        insertion_positions=tuple(range(1, latest + 1)),
+        max_dropped_blocks=min(total // 4, sum(block >= latest for block in order)),
+        smallest_top_k=(top_k + 1) // 2,
+        dense_blocks=dense_blocks(adapter) if top_k else (),
+        pixels=tiers.get("pixels", {}),
+    )
+
+
+def default_drop_order(total_blocks: int) -> list[int]:
+    """A guess, to be replaced by a measurement on the model: blocks near two thirds of the depth are dropped first, the
+    first and the last block never. With 16 blocks, MolmoE's measured order comes first.
+    """
+    measured = _DROPPED_FIRST_OF_16 if total_blocks == 16 else ()
+    rest = [block for block in range(1, total_blocks - 1) if block not in measured]
+    return [*measured, *sorted(rest, key=lambda block: abs(block - 2 * total_blocks / 3))]
 
 
 def full_top_k(adapter: ModelAdapter) -> int:
@@ -137,12 +171,12 @@ def full_top_k(adapter: ModelAdapter) -> int:
 
 
 def dense_blocks(adapter: ModelAdapter) -> tuple[int, ...]:
-    """Blocks without experts: some models mix them in, and some have no others."""
-    return tuple(nth for nth, block in enumerate(adapter.blocks) if not hasattr(block.mlp, "experts"))
+    """Indices of the blocks without experts."""
+    return tuple(index for index, block in enumerate(adapter.blocks) if not hasattr(block.mlp, "experts"))
 
 
 def _mark_renormalizing(blocks: nn.ModuleList) -> None:
-    """Some routers divide by the sum of the chosen weights; a smaller top-k must then do the same."""
+    """Some routers divide by the sum of the chosen weights. A smaller top-k must then do the same."""
     for block in blocks:
         mlp: Any = block.mlp
         if hasattr(mlp, "experts"):
@@ -151,7 +185,7 @@ def _mark_renormalizing(blocks: nn.ModuleList) -> None:
 
 @torch.no_grad()
 def _renormalizes(gate: Any) -> bool:
-    """As the router says; one that has no such setting is asked how it weighs a token that prefers no expert."""
+    """By the router's setting; a router without one is tried on a token that prefers no expert."""
     if hasattr(gate, "norm_topk_prob"):
         return bool(gate.norm_topk_prob)
     _, weights, _ = gate(torch.zeros_like(gate.weight[:1]))

@@ -10,62 +10,63 @@ from PIL.Image import Image
 from torch import Tensor
 
 from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
-from groupwise.workloads.controller.model.images import ImageNormalization, images_by_tier
+from groupwise.workloads.controller.model.images import ImageNormalization, resize_by_tier
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
-_MOST_IMAGE_TOKENS = 1024
+_MAX_IMAGE_TOKENS = 1024
 
 
 class QwenAdapter(TextModelMixin):
-    """`Qwen3VLMoeForConditionalGeneration`, and its dense sibling.
+    """`Qwen3VLMoeForConditionalGeneration` and the dense `Qwen3VLForConditionalGeneration`.
 
-    The vision tower also yields features that are added to the image's tokens after the first blocks. They stay with
-    the number that a block has in the whole model: dropping a block moves none of them, nor takes one away.
+    The vision tower also returns deepstack features, which are added to the image's tokens after the first blocks. They
+    are tied to a block's index in the whole model: dropping a block neither shifts nor removes them.
     """
 
-    def encode(self, heads: Sequence[tuple[Sample, str]]) -> Encoded:
-        images = {(id(sample.crops), tier): sample.crops[tier][0] for sample, tier in heads}
+    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+        images = {(id(sample.crops_by_tier), tier): sample.crops_by_tier[tier][0] for sample, tier in inputs}
         patches = torch.cat([self._patches(image) for image in images.values()])
-        grids = {head: self._grid(image) for head, image in images.items()}
-        found = self.model.get_image_features(
+        grids = {key: self._grid(image) for key, image in images.items()}
+        output = self.model.get_image_features(
             pixel_values=patches.to(self.device), image_grid_thw=torch.tensor(list(grids.values()), device=self.device)
         )
-        features = dict(zip(images, found.pooler_output, strict=True))
-        deepstacks = dict(zip(images, zip(*found.deepstack_features, strict=True), strict=True))
+        features = dict(zip(images, output.pooler_output, strict=True))
+        deepstacks = dict(zip(images, zip(*output.deepstack_features, strict=True), strict=True))
         prompts = []
-        for sample, tier in heads:
-            image = id(sample.crops), tier
-            states = self._around(sample, features[image])
-            places = self._places(grids[image], len(sample.before), len(sample.question))
-            prompts.append(Prompt(states, places, int(places.max()) + 1, len(sample.before), deepstacks[image]))
+        for sample, tier in inputs:
+            key = id(sample.crops_by_tier), tier
+            states = self._insert_image(sample, features[key])
+            position_ids = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids))
+            next_position = int(position_ids.max()) + 1
+            prompts.append(Prompt(states, position_ids, next_position, len(sample.prefix_ids), deepstacks[key]))
         return Encoded(prompts, len(images), len(patches))
 
     def _grid(self, image: Float[Tensor, "channels height width"]) -> tuple[int, int, int]:
-        """Patches over time, down and across."""
+        """Patches over time, height and width."""
         side = self.model.config.vision_config.patch_size
         return 1, image.shape[1] // side, image.shape[2] // side
 
     def _patches(self, image: Float[Tensor, "channels height width"]) -> Float[Tensor, "patches pixels"]:
-        """Patches in the order of the tower: those that are merged into one token stand together. Time is one frame,
-        repeated."""
+        """Patches in the order of the tower: those that merge into one token are adjacent. The one frame is repeated
+        over time."""
         vision = self.model.config.vision_config
         side, merge, frames = vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
-        _, down, across = self._grid(image)
-        parts = image.view(len(image), down // merge, merge, side, across // merge, merge, side)
+        _, height, width = self._grid(image)
+        parts = image.view(len(image), height // merge, merge, side, width // merge, merge, side)
         parts = parts.permute(1, 4, 2, 5, 0, 3, 6)[:, :, :, :, :, None]
-        return parts.expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(down * across, -1)
+        return parts.expand(-1, -1, -1, -1, -1, frames, -1, -1).reshape(height * width, -1)
 
-    def _places(self, grid: tuple[int, int, int], before: int, after: int) -> Int64[Tensor, "3 tokens"]:
-        """Words count on all axes alike; an image's token has its own row and column, and time stands still in it."""
+    def _position_ids(self, grid: tuple[int, int, int], prefix: int, question: int) -> Int64[Tensor, "3 tokens"]:
+        """Text advances on all axes alike; an image token has its own row and column, at one point in time."""
         merge = self.model.config.vision_config.spatial_merge_size
-        down, across = grid[1] // merge, grid[2] // merge
-        rows, columns = torch.meshgrid(torch.arange(down), torch.arange(across), indexing="ij")
-        image = before + torch.stack([torch.zeros_like(rows), rows, columns]).flatten(1)
-        question = before + max(down, across) + torch.arange(after)
-        return torch.cat([torch.arange(before).expand(3, -1), image, question.expand(3, -1)], dim=1)
+        height, width = grid[1] // merge, grid[2] // merge
+        rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+        image = prefix + torch.stack([torch.zeros_like(rows), rows, columns]).flatten(1)
+        after = prefix + max(height, width) + torch.arange(question)
+        return torch.cat([torch.arange(prefix).expand(3, -1), image, after.expand(3, -1)], dim=1)
 
-    def rotary(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.text.rotary_emb(self.text.norm.weight[None, None], places[:, None].to(self.device))
+    def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        cosines, sines = self.text.rotary_emb(self.text.norm.weight[None, None], position_ids[:, None].to(self.device))
         return cosines, sines
 
     @property
@@ -75,13 +76,13 @@ class QwenAdapter(TextModelMixin):
 
     def tiers(self) -> dict[str, Mapping[str, int]]:
         """A quarter, a half and the whole of 1,024 image tokens, or of a quarter of the context if that is less."""
-        most = min(_MOST_IMAGE_TOKENS, self.text_config.max_position_embeddings // 4)
-        tokens = {"low": most // 4, "medium": most // 2, "high": most}
+        largest = min(_MAX_IMAGE_TOKENS, self.text_config.max_position_embeddings // 4)
+        tokens = {"low": largest // 4, "medium": largest // 2, "high": largest}
         pixels = {tier: count * self._pixels_per_token_side**2 for tier, count in tokens.items()}
-        return {"crops": dict.fromkeys(tokens, 0), "pixels": pixels}
+        return {"crops_by_tier": dict.fromkeys(tokens, 0), "pixels": pixels}
 
-    def cut(self, image: Image, options: KnobOptions, statistics: ImageNormalization) -> dict[str, Tensor]:
-        return images_by_tier(image, options.pixels, self._pixels_per_token_side, statistics)
+    def crop(self, image: Image, options: KnobOptions, normalization: ImageNormalization) -> dict[str, Tensor]:
+        return resize_by_tier(image, options.pixels, multiple=self._pixels_per_token_side, normalization=normalization)
 
     def image_tokens(self, crops: Tensor) -> int:
         return crops.shape[2] * crops.shape[3] // self._pixels_per_token_side**2

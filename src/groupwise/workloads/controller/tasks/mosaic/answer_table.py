@@ -19,18 +19,18 @@ TABLE = "answers.npz"
 
 @dataclass(frozen=True)
 class AnswerTable:
-    """Answers of one token by sample, in the order of `KnobOptions.all()`."""
+    """Answers of one token by sample, in the order of `KnobOptions.configurations()`."""
 
     rows: Mapping[str, int]
     """From the name of a sample to its row."""
     columns: Mapping[Knobs, int]
     tokens: UInt8[np.ndarray, "samples configurations"]
 
-    def one(self, sample: str, knobs: Knobs) -> tuple[int, ...] | None:
+    def get(self, sample: str, knobs: Knobs) -> tuple[int, ...] | None:
         row = self.rows.get(sample)
         return None if row is None else (int(self.tokens[row, self.columns[knobs]]),)
 
-    def every(self, sample: str) -> Sequence[tuple[int, ...]] | None:
+    def get_all(self, sample: str) -> Sequence[tuple[int, ...]] | None:
         row = self.rows.get(sample)
         return None if row is None else [(token,) for token in self.tokens[row].tolist()]
 
@@ -56,7 +56,7 @@ def load_answer_table(options: KnobOptions, folder: Path = ASSET) -> AnswerTable
         names, tokens = kept["names"], kept["tokens"]
     return AnswerTable(
         {row.tobytes().hex(): number for number, row in enumerate(names)},
-        {knobs: number for number, knobs in enumerate(options.all())},
+        {knobs: number for number, knobs in enumerate(options.configurations())},
         tokens,
     )
 

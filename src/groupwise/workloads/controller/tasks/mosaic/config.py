@@ -31,9 +31,9 @@ class MosaicConfig(ControllerConfig):
     """Mosaics of the test handwriting on which `groupwise eval` judges."""
     question_seed: int = 0
     """Decides which mosaics are drawn and what is asked."""
-    estimator: str = "own"
-    """What answers are estimated to take: `own` profiles this machine once, in under a minute, and keeps it; or a JSON
-    file of `groupwise profile`, for ranks on several machines; or `counted` for proportions without milliseconds."""
+    estimator: str = "auto"
+    """What answers are estimated to take: `auto` profiles this machine once, in under a minute, and keeps it; or a JSON
+    file of `groupwise profile`, for ranks on several machines; or `proportional` to counted work."""
     allow_estimator_mismatch: bool = False
     """Take the file also if it was fitted on another machine."""
     answers: Path | None = None
@@ -47,7 +47,7 @@ class MosaicConfig(ControllerConfig):
     def for_resume(self, checkpoint: Path) -> Self:
         """The estimator it was trained with, also where this machine's own has been deleted or made anew since."""
         kept = checkpoint / "estimator.json"
-        return replace(self, estimator=str(kept)) if self.estimator == "own" and kept.is_file() else self
+        return replace(self, estimator=str(kept)) if self.estimator == "auto" and kept.is_file() else self
 
     def memory_model(self) -> ControllerMemory:
         """The embedded model in float32, its three tiers, and questions of at most three words."""
@@ -57,7 +57,7 @@ class MosaicConfig(ControllerConfig):
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers
 
-        from groupwise.workloads.controller.tasks.mosaic.task import mosaic_options
+        from groupwise.workloads.controller.tasks.mosaic.model import mosaic_options
         from groupwise.workloads.controller.trace import trace_controller
 
         config = transformers.AutoConfig.from_pretrained(Path(__file__).parent / "asset")

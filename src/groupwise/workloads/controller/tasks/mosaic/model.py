@@ -1,20 +1,47 @@
-"""The mosaic model: LLaVA's composition of a SigLIP vision tower and an OLMoE text model, all transformers' own."""
+"""The embedded mosaic model: transformers' LLaVA of a SigLIP vision tower and an OLMoE text model, its knobs and its
+front end."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float
+from PIL import Image
+from torch import Tensor
 from transformers import LlavaConfig, LlavaForConditionalGeneration, OlmoeConfig, SiglipVisionConfig
 from transformers.utils import logging
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.tasks.mosaic.questions import IMAGE_TOKEN, PAD_TOKEN, VOCABULARY_SIZE
-from groupwise.workloads.controller.tasks.mosaic.scene import CHANNELS, CROP_PIXELS, PATCH_PIXELS, Tier, image_tokens
+from groupwise.workloads.controller.model.adapters import Sample, adapter_for
+from groupwise.workloads.controller.model.images import read_image
+from groupwise.workloads.controller.model.inputs import ImageInput, check_length
+from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.model.load import LoadedModel
+from groupwise.workloads.controller.tasks.mosaic.questions import (
+    IMAGE_TOKEN,
+    PAD_TOKEN,
+    VOCABULARY_SIZE,
+    decode,
+    encode,
+    make_question_set,
+)
+from groupwise.workloads.controller.tasks.mosaic.scene import (
+    CHANNELS,
+    CROP_PIXELS,
+    CROPS,
+    PATCH_PIXELS,
+    HandwritingSplit,
+    Tier,
+    cut,
+)
 
+NAME = "mosaic"
 ASSET = Path(__file__).parent / "asset"
 BLOCKS = 16
 TOP_K = 8
@@ -22,6 +49,8 @@ FEWEST_BLOCKS = 12
 SMALLEST_TOP_K = 4
 # Blocks before the last insertion position always run.
 FIRST_DROPPABLE_BLOCK = 5
+IMPORTANCE_FILE = "importance.json"
+_PROBE_MOSAICS = 24
 
 
 @dataclass(frozen=True)
@@ -76,56 +105,92 @@ class MosaicSize:
         )
 
 
+def load(*, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LoadedModel:
+    """The shipped model with its knobs and its front end."""
+    model = load_mosaic(dtype=dtype).to(device)
+    return LoadedModel(
+        name=NAME,
+        model=model,
+        adapter=adapter_for(model),
+        options=mosaic_options(),
+        drop_order_is_measured=True,
+        make_front_end=MosaicFrontEnd,
+    )
+
+
 def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> LlavaForConditionalGeneration:
-    """Load the trained model; the shipped one unless another folder is named."""
+    """The trained model; the shipped one unless another folder is named."""
     if not (folder / "model.safetensors").is_file():
-        raise UserError(f"No mosaic model in {folder}: run scripts/pretrain_mosaic.py, or reinstall groupwise.")
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()  # it loads at once
+        raise UserError(f"No mosaic model in {folder}: run `python -m tools.mosaic`, or reinstall groupwise.")
+    shows_progress = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # it loads in an instant
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
-    if shown:
+    if shows_progress:
         logging.enable_progress_bar()
     return model
 
 
-def prompt(question: Sequence[int], tier: Tier) -> Int[Tensor, "1 tokens"]:
-    """Return the input ids of one question: a placeholder per image token, then the question."""
-    return torch.tensor([[IMAGE_TOKEN] * image_tokens(tier) + list(question)])
+def load_drop_order(folder: Path = ASSET) -> list[int]:
+    """The measured order in which blocks are dropped, the least important first."""
+    return [int(block) for block in json.loads((folder / IMPORTANCE_FILE).read_text())["drop_order"]]
 
 
-@contextmanager
-def configured(
-    model: LlavaForConditionalGeneration, kept_blocks: Sequence[int], top_k: int, insertion_position: int = 1
-) -> Iterator[LlavaForConditionalGeneration]:
-    """Run only `kept_blocks`, with `top_k` experts in those from `insertion_position` on, while the context is open.
-
-    This is the plain way, one configuration at a time: what is not kept is not called.
-    """
-    text = model.model.language_model
-    all_blocks = text.layers
-    text.layers = nn.ModuleList([all_blocks[block] for block in kept_blocks])
-    try:
-        for block in all_blocks[insertion_position:]:
-            block.mlp.gate.top_k = top_k
-        yield model
-    finally:
-        text.layers = all_blocks
-        for block in all_blocks:
-            block.mlp.gate.top_k = model.config.text_config.num_experts_per_tok
+def mosaic_options(folder: Path = ASSET) -> KnobOptions:
+    """The knobs of the mosaic model in this folder."""
+    return KnobOptions(
+        crops_by_tier={tier.value: count for tier, count in CROPS.items()},
+        total_blocks=BLOCKS,
+        full_top_k=TOP_K,
+        drop_order=tuple(load_drop_order(folder)),
+        max_dropped_blocks=BLOCKS - FEWEST_BLOCKS,
+        smallest_top_k=SMALLEST_TOP_K,
+    )
 
 
-def kept_blocks(drop_order: Sequence[int], blocks: int, total: int = BLOCKS) -> list[int]:
-    """Return which blocks run when `blocks` of them are wanted: the first of `drop_order` go first."""
-    dropped = set(drop_order[: total - blocks])
-    return [block for block in range(total) if block not in dropped]
+def mosaic_sample(pixels: Float[Tensor, "height width"], question_ids: Sequence[int]) -> Sample:
+    """One question about one mosaic, named by its content."""
+    content = pixels.contiguous().numpy().tobytes() + bytes(question_ids)
+    crops = {tier.value: cut(pixels[None], tier)[0] for tier in Tier}
+    return Sample(hashlib.blake2b(content, digest_size=16).hexdigest(), crops, tuple(question_ids))
 
 
-def answer_logits(
-    model: LlavaForConditionalGeneration,
-    crops: Float[Tensor, "crops 3 side side"],
-    question: Sequence[int],
-    tier: Tier,
-) -> Float[Tensor, " words"]:
-    """Return the scores of the answer's token for one question about one mosaic: the batch-1 pass that is timed."""
-    result = model(input_ids=prompt(question, tier), pixel_values=crops, logits_to_keep=1, use_cache=False)
-    return result.logits[0, -1]
+class MosaicFrontEnd:
+    """Mosaics are gray images, and questions are words of the task's vocabulary, such as "digit b3"."""
+
+    def __init__(self, loaded: LoadedModel):
+        self._loaded = loaded
+
+    def sample(self, image: ImageInput, text: str) -> Sample:
+        sample = mosaic_sample(_brightness(image), encode(text))
+        check_length(len(sample.question_ids), sample.crops_by_tier, self._loaded)
+        return sample
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return decode(list(tokens))
+
+    def probe_samples(self, question_tokens: Sequence[int]) -> list[Sample]:
+        """Questions of the task itself, of every kind: their lengths are the task's."""
+        drawn, device = make_question_set(HandwritingSplit.VALIDATION, _PROBE_MOSAICS), self._loaded.model.device
+        samples = []
+        for mosaic in range(_PROBE_MOSAICS):
+            row = mosaic * drawn.questions_per_mosaic + mosaic % drawn.questions_per_mosaic
+            question_ids = drawn.questions.tokens[row, : drawn.questions.lengths[row]].tolist()
+            sample = mosaic_sample(drawn.mosaics.pixels[mosaic], question_ids)
+            crops = {tier: pixels.to(device) for tier, pixels in sample.crops_by_tier.items()}
+            samples.append(replace(sample, crops_by_tier=crops))
+        return samples
+
+
+def _brightness(image: ImageInput) -> Float[Tensor, "height width"]:
+    """From 0 for black to 1 for white, as mosaics are drawn."""
+    if isinstance(image, Path | str):
+        image = read_image(Path(image))
+    if isinstance(image, Image.Image):
+        image = np.array(image.convert("L"))
+    pixels = torch.as_tensor(image).cpu()
+    if pixels.ndim != 2:
+        raise UserError(f"The mosaic is an array of shape {tuple(pixels.shape)}: give height x width, or a PIL image.")
+    brightness = pixels.float() / 255 if pixels.dtype == torch.uint8 else pixels.float()
+    if not brightness.isfinite().all():
+        raise UserError("The mosaic holds pixels that are not finite numbers. Brightness goes from 0 to 1.")
+    return brightness

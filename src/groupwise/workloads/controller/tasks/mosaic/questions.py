@@ -30,7 +30,17 @@ import numpy as np
 from jaxtyping import Int
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.tasks.mosaic.scene import COLUMNS, EMPTY, ROWS, TILES
+from groupwise.workloads.controller.tasks.mosaic.scene import (
+    COLUMNS,
+    EMPTY,
+    PLAIN_JITTER,
+    ROWS,
+    TILES,
+    HandwritingSplit,
+    Mosaics,
+    draw_mosaics,
+    load_handwriting,
+)
 
 PAD = "<pad>"
 IMAGE = "<image>"
@@ -158,6 +168,25 @@ def ask(
             tokens[chosen, place] = word
         lengths[chosen], answers[chosen] = 1 + len(words), found
     return Questions(tokens=tokens, lengths=lengths, answers=answers)
+
+
+@dataclass(frozen=True)
+class QuestionSet:
+    """Mosaics of one split of the handwriting, each with the same number of questions of every type."""
+
+    mosaics: Mosaics
+    types: Int[np.ndarray, " questions"]
+    questions: Questions
+    questions_per_mosaic: int
+
+
+def make_question_set(split: HandwritingSplit, mosaics: int, *, per_type: int = 2, seed: int = 7) -> QuestionSet:
+    """The same set for the same arguments."""
+    rng = np.random.default_rng([seed, list(HandwritingSplit).index(split)])
+    drawn = draw_mosaics(load_handwriting(split), mosaics, PLAIN_JITTER, rng)
+    per_mosaic = per_type * len(KINDS)
+    types = np.tile(np.repeat(np.arange(len(KINDS)), per_type), mosaics)
+    return QuestionSet(drawn, types, ask(np.repeat(drawn.labels, per_mosaic, axis=0), types, rng), per_mosaic)
 
 
 def transcribe_tiles(

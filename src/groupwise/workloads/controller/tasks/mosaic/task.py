@@ -3,33 +3,26 @@
 The model was pretrained on the training split and is surer of it than of anything new: a controller trained there would
 learn that coarse looks suffice. So the validation split is cut in two by image: one half to train the controller, the
 other to look at it meanwhile and to choose baselines. The test split is left for the final evaluation.
-The mosaic model under the executor: its knobs, and its questions as samples.
 """
 
 from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from tools.mosaic.importance import load_drop_order
-from torch import Tensor
 
 from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.latency.source import load_estimator
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
-from groupwise.workloads.controller.model.knobs import KnobOptions
-from groupwise.workloads.controller.model.load import EMBEDDED, load_model
+from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import ModelSource, Question, Task
 from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
-from groupwise.workloads.controller.tasks.mosaic.model import ASSET, BLOCKS, FEWEST_BLOCKS, SMALLEST_TOP_K, TOP_K
+from groupwise.workloads.controller.tasks.mosaic.model import load
 from groupwise.workloads.controller.tasks.mosaic.questions import KINDS, ask, decode
 from groupwise.workloads.controller.tasks.mosaic.scene import (
-    CROPS,
     PLAIN_JITTER,
     Handwriting,
     HandwritingSplit,
@@ -92,37 +85,23 @@ def _name(part: Part, seed: int, number: int, labels: np.ndarray, words: Sequenc
 
 def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
     """Return the embedded model with questions to train on, to look at, and to judge by in the end."""
-    loaded, seed = load_model(EMBEDDED, device=device), config.question_seed
-    shipped = load_answer_table(loaded.options)
+    loaded, seed = load(device=device), config.question_seed
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
-        answers=AnswerCache(f"mosaic {fingerprint()}, one token", config.answers, shipped=shipped),
+        answers=AnswerCache(
+            f"mosaic {fingerprint()}, one token", config.answers, precomputed=load_answer_table(loaded.options)
+        ),
         estimator=load_estimator(
-            config.estimator, loaded, new_tokens=1, allow_mismatch=config.allow_estimator_mismatch
+            config.estimator,
+            loaded,
+            new_tokens=1,
+            timer_for=ServedTimer,
+            allow_mismatch=config.allow_estimator_mismatch,
         ),
         questions=mosaic_questions(Part.TRAIN, config.mosaics, seed=seed),
         held_out=mosaic_questions(Part.CHOOSE, config.held_out_mosaics, seed=seed),
-        spell=lambda tokens: decode(list(tokens)),
-        source=ModelSource(EMBEDDED, loaded.identity),
+        spell=loaded.front_end.decode,
+        source=ModelSource(loaded.name, loaded.fingerprint),
         choose=lambda: mosaic_questions(Part.CHOOSE, config.choose_mosaics, seed=seed),
         test=lambda: mosaic_questions(Part.TEST, config.test_mosaics, seed=seed),
     )
-
-
-def mosaic_options(folder: Path = ASSET) -> KnobOptions:
-    """Return what can be chosen for the mosaic model in this folder."""
-    return KnobOptions(
-        crops={tier.value: count for tier, count in CROPS.items()},
-        total_blocks=BLOCKS,
-        full_top_k=TOP_K,
-        drop_order=tuple(load_drop_order(folder)),
-        most_dropped=BLOCKS - FEWEST_BLOCKS,
-        smallest_top_k=SMALLEST_TOP_K,
-    )
-
-
-def mosaic_sample(pixels: Float[Tensor, "height width"], question: Sequence[int]) -> Sample:
-    """Return one question about one mosaic, named by what is in it."""
-    content = pixels.contiguous().numpy().tobytes() + bytes(question)
-    crops = {tier.value: cut(pixels[None], tier)[0] for tier in Tier}
-    return Sample(content_hash(content), crops, tuple(question))

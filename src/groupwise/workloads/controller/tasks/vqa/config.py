@@ -54,7 +54,7 @@ class VqaConfig(ControllerConfig):
     max_new_tokens: int = 8
     """Longest answer."""
     estimator: str = ""
-    """JSON file of a latency estimator fitted to this model on this machine; or `counted`, right in ratios only."""
+    """JSON file of a latency estimator fitted to this model on this machine; or `proportional` to counted work."""
     allow_estimator_mismatch: bool = False
     """Take an estimator that was fitted elsewhere as it is."""
     answers: Path | None = None

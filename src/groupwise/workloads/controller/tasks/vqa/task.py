@@ -18,7 +18,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
 from groupwise.data.rows import RowFilter
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
-from groupwise.workloads.controller.latency.source import COUNTED, load_estimator
+from groupwise.workloads.controller.latency.source import PROPORTIONAL, load_estimator
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
@@ -27,10 +27,10 @@ from groupwise.workloads.controller.model.inputs import (
     check_length,
     check_processors,
     prompt_token_ids,
-    speller,
     stop_token_id,
 )
 from groupwise.workloads.controller.model.load import LoadedModel, load_model
+from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import ModelSource, Question, Task
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from groupwise.workloads.controller.tasks.vqa.dataset import (
@@ -70,14 +70,14 @@ class ImageStore:
         shapes = self._shapes(size)
         check_length(len(before) + len(after), shapes, self.loaded)
         options = self.loaded.options
-        sight = (dict(options.crops), dict(options.pixels), self._statistics)
+        sight = (dict(options.crops_by_tier), dict(options.pixels), self._statistics)
         name = content_hash(repr((content, sight, before, after)))
         spoken = len(before) + len(after)
         tokens = {tier: spoken + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
         return Question(Sample(name, _LazyCrops(self, file), after, before), text, answers, tokens, image=file.name)
 
     def _cut(self, file: Path) -> Mapping[str, Tensor]:
-        return self.loaded.adapter.cut(open_image(file), self.loaded.options, self._statistics)
+        return self.loaded.adapter.crop(open_image(file), self.loaded.options, self._statistics)
 
     def _look_once(self, file: Path) -> tuple[str, tuple[int, int]]:
         """A hash of the file, and the picture's size; a damaged file is refused."""
@@ -86,7 +86,7 @@ class ImageStore:
 
     def _cut_blank(self, size: tuple[int, int]) -> Mapping[str, Tensor]:
         """Pictures of one size become crops of the same shapes: kept without memory behind them."""
-        crops = self.loaded.adapter.cut(Image.new("RGB", size), self.loaded.options, self._statistics)
+        crops = self.loaded.adapter.crop(Image.new("RGB", size), self.loaded.options, self._statistics)
         return {tier: pixels.to("meta") for tier, pixels in crops.items()}
 
 
@@ -100,16 +100,20 @@ class _LazyCrops(Mapping[str, Tensor]):
         return self._album.cut(self._file)[tier]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._album.loaded.options.crops)
+        return iter(self._album.loaded.options.crops_by_tier)
 
     def __len__(self) -> int:
-        return len(self._album.loaded.options.crops)
+        return len(self._album.loaded.options.crops_by_tier)
 
 
 def vqa_task(config: VqaConfig, device: torch.device) -> Task:
     loaded = _model(config, device)
     estimator = load_estimator(
-        config.estimator, loaded, new_tokens=config.max_new_tokens, allow_mismatch=config.allow_estimator_mismatch
+        config.estimator,
+        loaded,
+        new_tokens=config.max_new_tokens,
+        timer_for=ServedTimer,
+        allow_mismatch=config.allow_estimator_mismatch,
     )
     entries, missing = _entries(config)
     album = ImageStore(loaded)
@@ -118,14 +122,16 @@ def vqa_task(config: VqaConfig, device: torch.device) -> Task:
     stop, kept = stop_token_id(loaded), tuple(loaded.options.drop_order)
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
-        answers=AnswerCache(f"{loaded.identity}, {kept}, {config.max_new_tokens} tokens to {stop}", config.answers),
+        answers=AnswerCache(f"{loaded.fingerprint}, {kept}, {config.max_new_tokens} tokens to {stop}", config.answers),
         estimator=estimator,
         questions=training,
         held_out=held_out,
-        spell=speller(loaded),
+        spell=loaded.front_end.decode,
         max_new_tokens=config.max_new_tokens,
         stop_token=stop,
-        source=ModelSource(_absolute_path(config.model), loaded.identity, _name_of(loaded.model.dtype), config.prompt),
+        source=ModelSource(
+            _absolute_path(config.model), loaded.fingerprint, _name_of(loaded.model.dtype), config.prompt
+        ),
         notes=[
             *_notes(config, loaded, training, held_out),
             *_estimator_mismatch_notes(estimator),
@@ -154,7 +160,7 @@ def _model(config: VqaConfig, device: torch.device) -> LoadedModel:
             f"workload.crops is {dict(config.crops)}, but {config.model} sees an image whole, at a number of pixels."
             " Leave workload.crops out."
         )
-    return replace(loaded, options=replace(loaded.options, crops=dict(config.crops)))
+    return replace(loaded, options=replace(loaded.options, crops_by_tier=dict(config.crops)))
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -222,6 +228,6 @@ def _notes(
     ]
     if not loaded.drop_order_is_measured:
         notes.append(f"which blocks go first is a guess: {config.model} holds no importance.json")
-    if config.estimator == COUNTED:
+    if config.estimator == PROPORTIONAL:
         notes.append("times are counted work: right in ratios, not in milliseconds")
     return notes

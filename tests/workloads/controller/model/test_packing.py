@@ -1,4 +1,4 @@
-"""The packed attention and experts take what their one fast call does not, and refuse what they would leave out."""
+"""Packed attention and experts: the fallback equals the grouped call, and unsupported attention is refused."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from groupwise.workloads.controller.model.packing import (
 
 
 @pytest.mark.parametrize(("dtype", "width", "out"), [("float32", 8, 4), ("float64", 8, 4), ("float32", 6, 5)])
-def test_each_run_of_rows_meets_its_own_expert(dtype, width, out):
+def test_each_run_of_rows_is_multiplied_by_its_expert(dtype, width, out):
     source, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
     rows = torch.randn(10, width, generator=source, dtype=kind)
     weights = torch.randn(3, out, width, generator=source, dtype=kind)

@@ -1,5 +1,5 @@
-"""A trained controller in use: what was learned is what is chosen, nothing more runs than was chosen, bad budgets and
-other models are refused."""
+"""A trained controller in use: it chooses as in training, nothing runs that was not chosen, and bad budgets and other
+models are refused."""
 
 import json
 import shutil
@@ -12,6 +12,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from tiny.estimator import fixed_estimator
+from tiny.llava import color_llava, save_llava
+from tiny.vqa import file_name, write_vqa
 from torch.testing import assert_close
 
 import groupwise as gw
@@ -23,15 +26,12 @@ from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
 from groupwise.workloads.controller.model.executor import AnswerRequest
-from groupwise.workloads.controller.model.inputs import make_question
 from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
 from groupwise.workloads.controller.policy.network import ControllerNetwork
+from groupwise.workloads.controller.serving.adaptive import make_question
 from groupwise.workloads.controller.tasks.mosaic.task import Part, mosaic_questions
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
-from workloads.controller.priced import priced
-from workloads.controller.tiny_folders import llava, save_llava
-from workloads.controller.tiny_vqa import file_name, write_vqa
 
 CPU = torch.device("cpu")
 ROW = torch.tensor([0])
@@ -39,7 +39,7 @@ BUDGETS_MS = (4.2, 4.6, 5.0, 5.5, 6.0, 30.0)
 
 
 def recipe(folder: Path) -> gw.Config:
-    """Small steps: the weights of its end are another's than the averaged ones, no more."""
+    """Small steps: the last weights differ from the EMA weights, and little else happens."""
     task = VqaConfig(
         model=str(folder / "model"),
         images=folder / "data" / "images",
@@ -48,7 +48,7 @@ def recipe(folder: Path) -> gw.Config:
         dtype="float32",
         rewards=RewardFunctionsConfig(functions=("vqa",)),
         held_out_share=0.3,
-        estimator="counted",
+        estimator="proportional",
         max_new_tokens=3,
         prompt="{question} word9",
         budget=BudgetConfig(values=(0.6, 0.8, 1.2)),
@@ -80,7 +80,7 @@ def adaptive(folder):
 
 @pytest.fixture(scope="module")
 def lively(adaptive):
-    """Choices that differ with everything it sees: random weights, those of the stages six times as large."""
+    """Choices that differ with every input: random weights, those of the stages six times as large."""
     policy = ControllerNetwork(adaptive.settings.width, adaptive.settings.options, seed=15)
     for name, weight in policy.state_dict().items():
         weight.mul_(6 if name.startswith("stage") else 1)
@@ -92,7 +92,7 @@ def image(folder, number=100):
 
 
 @pytest.mark.parametrize("respect", ["guarantee", "penalty"])
-def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, lively, respect):
+def test_the_choice_is_the_policys_and_the_answer_the_models(folder, lively, respect):
     """As the workload decides, which reads every latency token of every tier."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
@@ -103,9 +103,9 @@ def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, liv
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
         decided = workload.controller.decide(asked_alone(workload, question, budget_ms, respect), ROW, greedy_option)
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
-        assert reply.fits == (reply.expected.upper_ms <= budget_ms) or respect == "penalty"
-        assert reply.fits or respect == "penalty"
-        assert reply.expected == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
+        assert reply.within_budget == (reply.estimated.upper_ms <= budget_ms) or respect == "penalty"
+        assert reply.within_budget or respect == "penalty"
+        assert reply.estimated == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
         (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
         assert reply.answer == workload.task.spell(cold.tokens)
         assert reply.measured.decode_steps == 2
@@ -114,9 +114,9 @@ def test_the_choice_is_the_trained_policys_and_the_answer_the_models(folder, liv
     assert len(set(chosen)) > (3 if respect == "guarantee" else 1)
 
 
-@pytest.mark.parametrize(("respect", "told"), [("guarantee", (0.3, 0.5)), ("penalty", (0.0, 0.5))])
-def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively, respect, told):
-    """Under a penalty a smaller one is told as it is: nothing but the network would keep it."""
+@pytest.mark.parametrize(("respect", "clamped"), [("guarantee", (0.3, 0.5)), ("penalty", (0.0, 0.5))])
+def test_a_budget_beyond_the_trained_ones_becomes_the_nearest(folder, lively, respect, clamped):
+    """A smaller soft budget stays as it is: nothing but the network would keep it."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
     own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, respect, (0.3, 0.5)), lively.policy)
@@ -125,7 +125,7 @@ def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively,
     for budget_ms in BUDGETS_MS:
         reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
         alone = asked_alone(workload, question, budget_ms, respect)
-        nearest = replace(alone, budget_share=alone.budget_share.clamp(*told))
+        nearest = replace(alone, budget_share=alone.budget_share.clamp(*clamped))
         decided = workload.controller.decide(nearest, ROW, greedy_option)
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
         differs += not torch.equal(decided.choices, workload.controller.decide(alone, ROW, greedy_option).choices)
@@ -133,7 +133,7 @@ def test_a_budget_beyond_the_trained_ones_is_told_as_the_nearest(folder, lively,
 
 
 def with_budgets(settings, respect, shares):
-    return replace(settings, budget=replace(settings.budget, respect=respect), trained_shares=shares)
+    return replace(settings, budget=replace(settings.budget, respect=respect), trained_budget_range=shares)
 
 
 def asked_alone(workload, question, budget_ms, respect):
@@ -144,11 +144,11 @@ def asked_alone(workload, question, budget_ms, respect):
 def test_a_trained_controller_knows_its_budgets(folder, adaptive):
     training = recipe(folder).workload.build(CPU).training
     low, high = training.budget_share.min().item(), training.budget_share.max().item()
-    assert adaptive.settings.trained_shares == (low, high)
+    assert adaptive.settings.trained_budget_range == (low, high)
     assert 0 < low < high == 1
 
 
-def test_a_run_gives_its_newest_averaged_weights(folder, adaptive):
+def test_a_run_gives_its_newest_ema_weights(folder, adaptive):
     checkpoint = folder / "run" / "checkpoints" / "step-000003"
     averaged, last = (load_file(checkpoint / f"{name}.safetensors") for name in ("ema", "policy"))
     assert_close(dict(adaptive.policy.state_dict()), averaged, rtol=0, atol=0)
@@ -165,25 +165,25 @@ def test_nothing_runs_that_was_not_chosen(folder, lively):
         calls.clear()
         crops.clear()
         reply = lively.generate(image(folder), "where is this", budget_ms)
-        path = lively.settings.options.path(reply.knobs)
+        path = lively.settings.options.block_path(reply.knobs)
         assert [calls[block] for block in parts.blocks] == [3 * (k > 0) for k in path]  # the prompt, and two steps
-        assert crops == [1 + lively.settings.options.crops[reply.knobs.tier]]
+        assert crops == [1 + lively.settings.options.crops_by_tier[reply.knobs.tier]]
     for hook in hooks:
         hook.remove()
 
 
-def test_together_they_are_what_they_are_alone(folder, lively):
+def test_a_batch_equals_each_request_alone(folder, lively):
     """Pictures, questions and budgets in any mix; the same question under two budgets among them."""
     mix = [
         (image(folder, 100 + nth % 3), f"what is word{nth % 4}", BUDGETS_MS[nth % len(BUDGETS_MS)]) for nth in range(18)
     ]
     alone = [lively.generate(*each) for each in mix]
     together = lively.generate_batch(mix)
-    assert [(each.knobs, each.answer, each.expected) for each in together] == [
-        (each.knobs, each.answer, each.expected) for each in alone
+    assert [(each.knobs, each.answer, each.estimated) for each in together] == [
+        (each.knobs, each.answer, each.estimated) for each in alone
     ]
     assert len({each.knobs.insertion_position for each in together}) > 1
-    assert {each.together for each in together} == {18}
+    assert {each.batch_size for each in together} == {18}
     assert lively.generate_batch([]) == []
 
 
@@ -193,7 +193,7 @@ def test_saved_and_loaded_it_is_the_same(folder, adaptive, tmp_path):
     again = gw.AdaptiveModel.from_pretrained(tmp_path / "saved")
     for budget_ms in BUDGETS_MS:
         one, two = (each.generate(image(folder), "what is this", budget_ms) for each in (adaptive, again))
-        assert (one.knobs, one.answer, one.expected) == (two.knobs, two.answer, two.expected)
+        assert (one.knobs, one.answer, one.estimated) == (two.knobs, two.answer, two.estimated)
     again.save_pretrained(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
@@ -201,7 +201,7 @@ def test_saved_and_loaded_it_is_the_same(folder, adaptive, tmp_path):
 
 def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adaptive, tmp_path):
     loaded = adaptive.loaded
-    fitted = priced(loaded.model)
+    fitted = fixed_estimator(loaded.model)
     for name, machine in (("here", fitted.machine), ("elsewhere", replace(current_machine(), cpu="another"))):
         estimator = KnobLatencyEstimator(replace(fitted, machine=machine), loaded.options, new_tokens=3)
         own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
@@ -209,7 +209,7 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
     here = gw.AdaptiveModel.from_pretrained(tmp_path / "here", model=load_model(folder / "model"))
     reply = here.generate(image(folder), "what", 60)
     lengths = make_question(image(folder), "what", loaded, prompt="{question} word9").prompt_tokens
-    assert [reply.expected] == KnobLatencyEstimator(fitted, loaded.options, new_tokens=3).estimate(
+    assert [reply.estimated] == KnobLatencyEstimator(fitted, loaded.options, new_tokens=3).estimate(
         lengths, [reply.knobs]
     )
     with pytest.raises(UserError, match=r"estimator.json was fitted for cpu another, not"):
@@ -217,9 +217,9 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
     gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", allow_estimator_mismatch=True)
 
 
-def test_recalibrated_it_knows_the_pace_of_now(folder, adaptive):
+def test_recalibration_measures_the_current_speed(folder, adaptive):
     """Its estimator comes from a machine that is hundreds of times slower."""
-    loaded, fitted = adaptive.loaded, priced(adaptive.loaded.model)
+    loaded, fitted = adaptive.loaded, fixed_estimator(adaptive.loaded.model)
     slow = replace(
         fitted,
         coefficients={stage: {n: 300 * p for n, p in part.items()} for stage, part in fitted.coefficients.items()},
@@ -228,20 +228,20 @@ def test_recalibrated_it_knows_the_pace_of_now(folder, adaptive):
     own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
     with pytest.raises(UserError, match="is below the cheapest configuration"):
         own.generate(image(folder), "what", 500)
-    pace = own.recalibrate(60)
-    assert 0 < pace < 0.2
+    slowdown = own.recalibrate(60)
+    assert 0 < slowdown < 0.2
     replies = [own.generate(image(folder), "what", 500) for _ in range(9)]
     measured_ms = sorted(reply.measured.total_ms for reply in replies)[4]
-    assert measured_ms / 3 < replies[0].expected.total_ms < 3 * measured_ms
+    assert measured_ms / 3 < replies[0].estimated.total_ms < 3 * measured_ms
     with pytest.raises(UserError, match="answers is 5: it must be at least 40"):
         own.recalibrate(5)
-    with pytest.raises(UserError, match="by ProportionalEstimator, which knows no machine"):
+    with pytest.raises(UserError, match="come from ProportionalEstimator, which was not measured"):
         adaptive.recalibrate()
 
 
 def test_a_controller_of_another_model_is_refused(folder, adaptive, tmp_path):
     adaptive.save_pretrained(tmp_path / "saved")
-    other = llava()
+    other = color_llava()
     with torch.no_grad():
         other.lm_head.weight[3, 5] += 1e-3
     shutil.copytree(folder / "model", tmp_path / "other")
@@ -261,7 +261,7 @@ def test_a_controller_of_another_model_is_refused(folder, adaptive, tmp_path):
         weights.write_bytes(before)
 
 
-def test_what_is_no_controller_is_told(folder, adaptive, tmp_path):
+def test_what_is_no_controller_is_refused(folder, adaptive, tmp_path):
     with pytest.raises(UserError, match=r"nowhere holds no checkpoint"):
         gw.AdaptiveModel.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds no config.json, so no controller"):
@@ -274,18 +274,18 @@ def test_what_is_no_controller_is_told(folder, adaptive, tmp_path):
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
     config = json.loads((tmp_path / "cut" / "config.json").read_text())
-    config["estimator"] = {"kind": "own"}
+    config["estimator"] = {"kind": "custom"}
     (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="estimator of your own, which is not saved"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
-    del config["network"]  # as it was before it was counted
+    config["network"] = 2
     (tmp_path / "cut" / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"is of an earlier version.*Train it again"):
+    with pytest.raises(UserError, match=r"was saved by another version.*Train it again"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
 
 
 @pytest.mark.parametrize(
-    ("budget_ms", "told"),
+    ("budget_ms", "message"),
     [
         (3.0, r"The budget 3 ms is below the cheapest configuration, which is estimated at .* with best_effort=True"),
         (0.02, r"It looks like seconds: 0.02 s are 20 ms"),
@@ -293,29 +293,29 @@ def test_what_is_no_controller_is_told(folder, adaptive, tmp_path):
         (-4, "budget_ms is -4"),
     ],
 )
-def test_a_budget_that_cannot_be_kept_is_refused_or_met_as_well_as_can_be(folder, adaptive, budget_ms, told):
-    with pytest.raises(UserError, match=told):
+def test_an_infeasible_budget_is_refused_or_served_as_a_best_effort(folder, adaptive, budget_ms, message):
+    with pytest.raises(UserError, match=message):
         adaptive.generate_batch([(image(folder), "what", 9), (image(folder), "what", budget_ms)])
     good, poor = adaptive.generate_batch(
         [(image(folder), "what", 9), (image(folder), "what", budget_ms)], best_effort=True
     )
-    assert (good.fits, poor.fits, poor.budget_ms) == (True, False, budget_ms)
+    assert (good.within_budget, poor.within_budget, poor.budget_ms) == (True, False, budget_ms)
     assert poor.knobs == adaptive.settings.options.cheapest
 
 
-def test_what_is_no_budget_is_refused_whatever_the_effort(folder, adaptive):
-    for nothing in (float("nan"), float("inf"), "40", None, True):
+def test_what_is_no_budget_is_always_refused(folder, adaptive):
+    for wrong in (float("nan"), float("inf"), "40", None, True):
         with pytest.raises(UserError, match="budget_ms is"):
-            adaptive.generate(image(folder), "what", nothing, best_effort=True)
+            adaptive.generate(image(folder), "what", wrong, best_effort=True)
     with pytest.raises(UserError, match=r"must be a tuple \(image, question, budget_ms\)"):
         adaptive.generate_batch([(image(folder), "what")])
     with pytest.raises(UserError, match="The question is ' '"):
         adaptive.generate(image(folder), " ", 9)
-    with pytest.raises(UserError, match="takes a file or a PIL picture"):
+    with pytest.raises(UserError, match="takes a file or a PIL image"):
         adaptive.generate(np.zeros((48, 64)), "what", 9)
 
 
-def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
+def test_a_mosaic_is_given_as_pixels_image_or_file(tmp_path):
     loaded = load_model("mosaic")
     (drawn, *_) = mosaic_questions(Part.TEST, 1)
     shades = torch.randint(0, 256, (36, 48), dtype=torch.uint8)
@@ -333,15 +333,15 @@ def test_a_mosaic_is_given_as_pixels_picture_or_file(tmp_path):
     names = {make_question(each, "digit b3", loaded).sample.name for each in given}
     assert len(names) == 1
     asked = make_question(picture, "digit b3", loaded)
-    assert asked.prompt_tokens == {tier: 9 * len(crops) + 2 for tier, crops in asked.sample.crops.items()}
+    assert asked.prompt_tokens == {tier: 9 * len(crops) + 2 for tier, crops in asked.sample.crops_by_tier.items()}
     assert set(asked.prompt_tokens) == set(drawn.prompt_tokens)
-    for wrong, told in (
+    for wrong, message in (
         (torch.zeros(3, 36, 48), r"of shape \(3, 36, 48\): give height x width"),
-        (torch.full((36, 48), float("nan")), "no finite numbers"),
+        (torch.full((36, 48), float("nan")), "not finite numbers"),
         (torch.zeros(35, 48), "35 x 48 pixels cannot be cut"),
         (tmp_path / "none.png", "There is no image file"),
     ):
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             make_question(wrong, "digit b3", loaded)
     with pytest.raises(UserError, match="mosaic does not know the word 'What'"):
         make_question(picture, "What is this", loaded)

@@ -1,13 +1,16 @@
-"""A tiny random Qwen3-VL, dense blocks mixed in, and samples for it: stock transformers with knobs is the reference."""
+"""A tiny random Qwen3-VL with a dense block, samples for it, and stock transformers with knobs as the reference."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
-from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+from transformers import Qwen2VLImageProcessor, Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
 
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.knobs import KnobOptions
+from tiny.llava import IMAGE_MEAN, IMAGE_STD, tokenizer
 
 IMAGE_TOKEN, PATCH, MERGE = 39, 4, 2
 SIDE = PATCH * MERGE
@@ -61,13 +64,13 @@ def qwen(
 
 
 OPTIONS = KnobOptions(
-    crops={"low": 0, "medium": 0, "high": 0},
+    crops_by_tier={"low": 0, "medium": 0, "high": 0},
     pixels={"low": 3 * SIDE**2, "medium": 5 * SIDE**2, "high": 8 * SIDE**2},
     total_blocks=6,
     full_top_k=4,
     drop_order=(1, 4, 3, 5, 2),
     insertion_positions=(1, 2, 3),
-    most_dropped=2,
+    max_dropped_blocks=2,
     smallest_top_k=1,
     dense_blocks=(3,),
 )
@@ -75,13 +78,13 @@ SHAPES = ({"low": (1, 3), "medium": (2, 2), "high": (2, 4)}, {"low": (3, 1), "me
 
 
 def sample(number: int) -> Sample:
-    source = torch.Generator().manual_seed(number)
+    generator = torch.Generator().manual_seed(number)
     images = {
-        tier: torch.randn(1, 3, rows * SIDE, columns * SIDE, generator=source)
+        tier: torch.randn(1, 3, rows * SIDE, columns * SIDE, generator=generator)
         for tier, (rows, columns) in SHAPES[number % 2].items()
     }
-    before, after = (1 + int(torch.randint(4, (), generator=source)) for _ in range(2))
-    words = torch.randint(1, IMAGE_TOKEN, (before + after,), generator=source).tolist()
+    before, after = (1 + int(torch.randint(4, (), generator=generator)) for _ in range(2))
+    words = torch.randint(1, IMAGE_TOKEN, (before + after,), generator=generator).tolist()
     return Sample(f"sample {number}", images, tuple(words[before:]), tuple(words[:before]))
 
 
@@ -108,10 +111,10 @@ class Skipped(nn.Module):
 @torch.no_grad()
 def stock_answer(model, options, request, new_tokens):
     """One configuration with transformers' own forward passes, nothing remembered between tokens."""
-    text, path, sample = model.model.language_model, options.path(request.knobs), request.sample
-    patches, grid = patches_of(sample.crops[request.knobs.tier][0])
+    text, path, sample = model.model.language_model, options.block_path(request.knobs), request.sample
+    patches, grid = patches_of(sample.crops_by_tier[request.knobs.tier][0])
     image_tokens = [IMAGE_TOKEN] * (len(patches) // MERGE**2)
-    ids = [*sample.before, *image_tokens, *sample.question]
+    ids = [*sample.prefix_ids, *image_tokens, *sample.question_ids]
     blocks = text.layers
     experts = [getattr(block.mlp, "gate", None) for block in blocks]
     text.layers = nn.ModuleList([block if k else Skipped() for block, k in zip(blocks, path, strict=True)])
@@ -137,3 +140,21 @@ def stock_answer(model, options, request, new_tokens):
             if gate is not None:
                 gate.top_k = options.full_top_k
     return tuple(ids[-new_tokens:]), first
+
+
+def save_qwen(folder: Path) -> Qwen3VLMoeForConditionalGeneration:
+    model = qwen()
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    qwen_processor(10**6).save_pretrained(folder)
+    return model
+
+
+def qwen_processor(max_pixels: int) -> Qwen2VLImageProcessor:
+    return Qwen2VLImageProcessor(
+        size={"shortest_edge": 1, "longest_edge": max_pixels},
+        patch_size=PATCH,
+        merge_size=MERGE,
+        image_mean=IMAGE_MEAN,
+        image_std=IMAGE_STD,
+    )

@@ -1,4 +1,4 @@
-"""The controller's network: its size, its waves, its masks, and gradient in every part."""
+"""The controller's network: its size, its sinusoids, its masks, gradient in every part, and its fused form."""
 
 from dataclasses import replace
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny.llava import MOLMOE, OPTIONS
 from torch.testing import assert_close
 
-from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option, sample_option
 from groupwise.workloads.controller.policy.network import (
     BudgetEncoder,
@@ -17,12 +17,9 @@ from groupwise.workloads.controller.policy.network import (
     masked_log_softmax,
     parameter_counts,
 )
-from workloads.controller.tiny import OPTIONS
-
-MOLMOE = KnobOptions({"low": 3, "medium": 6, "high": 12}, total_blocks=16, full_top_k=8, drop_order=(13, 10, 8, 11))
 
 
-def test_about_a_million_numbers_at_width_2048():
+def test_about_a_million_parameters_at_width_2048():
     counts = parameter_counts(ControllerNetwork(2048, MOLMOE))
     # stage one: (2048 + 1) 256 + (256 + 1) 256 + (512 + 1) 256 + (256 + 1) (3 + 5)
     assert counts["stage_one"] == 723_720
@@ -32,10 +29,10 @@ def test_about_a_million_numbers_at_width_2048():
     assert counts["encoder"] == 33 * 256 + 257 * 256
 
 
-def test_every_wave_of_the_budget_moves_and_no_two_budgets_look_alike():
-    waves = BudgetEncoder().waves(torch.linspace(0, 1, 41))
-    assert waves.std(0).min() > 0.2
-    apart = torch.cdist(waves, waves) + torch.eye(41) * 9
+def test_every_sinusoid_varies_with_the_budget_and_no_two_budgets_are_alike():
+    sinusoids = BudgetEncoder().sinusoids(torch.linspace(0, 1, 41))
+    assert sinusoids.std(0).min() > 0.2
+    apart = torch.cdist(sinusoids, sinusoids) + torch.eye(41) * 9
     assert apart.min() > 0.3
 
 
@@ -80,21 +77,46 @@ def test_masks_by_hand():
 @given(
     st.lists(st.booleans(), min_size=2, max_size=6).filter(any), st.floats(0, 1, exclude_max=True), st.integers(0, 99)
 )
-def test_what_is_not_allowed_is_never_drawn(options, chance, seed):
+def test_what_is_not_allowed_is_never_sampled(options, uniform, seed):
     torch.manual_seed(seed)
     logp = masked_log_softmax(4 * torch.randn(1, len(options)), torch.tensor([options]))
-    assert options[int(sample_option(torch.full((1, 4), chance, dtype=torch.float64))(2, logp))]
+    assert options[int(sample_option(torch.full((1, 4), uniform, dtype=torch.float64))(2, logp))]
     assert options[int(greedy_option(2, logp))]
 
 
-def test_draws_follow_the_probabilities():
+def test_samples_follow_the_probabilities():
     logp = torch.tensor([0.2, 0.0, 0.5, 0.3]).log().clamp(min=-1e4).expand(1000, 4)
-    chances = ((torch.arange(1000) + 0.5) / 1000).double()[:, None].expand(-1, 4)
-    assert torch.bincount(sample_option(chances)(0, logp), minlength=4).tolist() == pytest.approx(
+    uniforms = ((torch.arange(1000) + 0.5) / 1000).double()[:, None].expand(-1, 4)
+    assert torch.bincount(sample_option(uniforms)(0, logp), minlength=4).tolist() == pytest.approx(
         [200, 0, 500, 300], abs=1
     )
 
 
-def test_numbers_of_options_become_knobs():
+def test_indices_of_options_become_knobs():
     (knobs,) = choices_to_knobs(MOLMOE, torch.tensor([[1, 4, 0, 3]]))
     assert (knobs.tier, knobs.insertion_position, knobs.top_k, knobs.blocks) == ("medium", 5, 4, 15)
+
+
+@pytest.mark.parametrize("options", [OPTIONS, replace(OPTIONS, full_top_k=0, smallest_top_k=0)])
+@torch.no_grad()
+def test_the_fused_network_computes_the_same(options):
+    network = ControllerNetwork(32, options, seed=3)
+    fused = network.fused()
+    question, token, budgets = torch.randn(4, 32), torch.randn(4, 32), torch.tensor([0.0, 0.3, 0.3, 1.0])
+    positions, encoded = torch.tensor([0, 1, 2, 0]), network.encoder(budgets)
+    one = network.stage_one(question, encoded)
+    two = network.stage_two(token, positions, encoded, torch.arange(4))
+    for row, (budget, position) in enumerate(zip(budgets.tolist(), positions.tolist(), strict=True)):
+        for logits, scores in zip(one, fused.stage_one(question[row], budget), strict=True):
+            assert_close(torch.tensor(scores), logits[row], rtol=0, atol=1e-5)
+        for logits, scores in zip(two, fused.stage_two(token[row], position, budget), strict=True):
+            assert_close(torch.tensor(scores), logits[row], rtol=0, atol=1e-5)
+
+
+def test_the_fused_network_keeps_the_weights_it_was_made_of():
+    network = ControllerNetwork(32, OPTIONS, seed=3)
+    fused, question = network.fused(), torch.randn(32)
+    before = fused.stage_one(question, 0.5)
+    with torch.no_grad():
+        network.stage_one.prompt.weight.zero_()
+    assert fused.stage_one(question, 0.5) == before != network.fused().stage_one(question, 0.5)

@@ -1,4 +1,4 @@
-"""Features are the counted work; a profile visits configurations and samples of a model, and can be learnt from."""
+"""Features are the counted work; a profile covers configurations and samples of a model, and can be fitted to."""
 
 import itertools
 import time
@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny.llava import OPTIONS, llava_olmoe, sample
 
 from groupwise.core.errors import UserError
 from groupwise.latency.estimator import LatencyEstimator
@@ -18,16 +19,16 @@ from groupwise.workloads.controller.latency.estimates import (
     KnobLatencyEstimator,
     architecture_fingerprint,
 )
-from groupwise.workloads.controller.latency.profile import profile, prompt_length
+from groupwise.workloads.controller.latency.profile import profile
 from groupwise.workloads.controller.model.adapters import LlavaAdapter
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.inputs import prompt_length
 from groupwise.workloads.controller.model.knobs import Knobs, work_of_answer
-from workloads.controller.tiny import OPTIONS, llava_olmoe, sample
 
 MODEL = llava_olmoe()
 EXECUTOR = Executor(LlavaAdapter(MODEL), OPTIONS)
 SAMPLES = [sample(number) for number in range(8)]
-KNOBS, WORK = list(OPTIONS.all()), KnobFeatures(OPTIONS)
+KNOBS, WORK = list(OPTIONS.configurations()), KnobFeatures(OPTIONS)
 LENGTHS = {"low": 12, "medium": 16, "high": 24}
 
 
@@ -75,11 +76,13 @@ def test_features_count_the_work_that_the_executor_counts(knobs, tokens):
     assert not any(part[DECODE].values())
 
 
-def test_a_profile_teaches_the_price_of_every_knob(estimator):
+def test_an_estimator_fitted_to_a_profile_knows_the_cost_of_every_knob(estimator):
     # The machine's times are exactly its counted work, so the estimates of all settings are exact.
     asked = sample(99)
-    prompt_tokens = {tier: prompt_length(EXECUTOR.adapter, asked, tier) for tier in OPTIONS.crops}
-    assert prompt_tokens == {tier: 4 * (1 + crops) + len(asked.question) for tier, crops in OPTIONS.crops.items()}
+    prompt_tokens = {tier: prompt_length(EXECUTOR.adapter, asked, tier) for tier in OPTIONS.crops_by_tier}
+    assert prompt_tokens == {
+        tier: 4 * (1 + crops) + len(asked.question_ids) for tier, crops in OPTIONS.crops_by_tier.items()
+    }
     chosen = KNOBS[::17]
     for new_tokens in (1, 3):
         found = KnobLatencyEstimator(estimator, OPTIONS, new_tokens=new_tokens).estimate(prompt_tokens, chosen)
@@ -93,7 +96,7 @@ def test_a_profile_teaches_the_price_of_every_knob(estimator):
 def test_more_of_any_knob_is_never_estimated_to_take_less(estimator, data):
     asked, knobs = KnobLatencyEstimator(estimator, OPTIONS), data.draw(st.sampled_from(KNOBS))
     for name, options in {
-        "tier": list(OPTIONS.crops),
+        "tier": list(OPTIONS.crops_by_tier),
         "insertion_position": OPTIONS.insertion_positions,
         "top_k": OPTIONS.top_ks,
         "blocks": OPTIONS.block_totals,
@@ -129,14 +132,14 @@ def test_a_profile_ends_when_its_time_is_over():
     assert time.perf_counter() - begun >= 0.5
 
 
-def test_settings_that_execute_the_same_have_one_name():
+def test_configurations_that_compute_the_same_have_one_name():
     # Top-4 is full, so with all blocks the insertion position changes nothing.
     seen = profile(EXECUTOR, SAMPLES, configurations=999, measurements=999, timer=lambda *_: MeasuredLatency({}, 1.0))
-    paths = {(knobs.tier, OPTIONS.path(knobs)) for knobs in KNOBS}
+    paths = {(knobs.tier, OPTIONS.block_path(knobs)) for knobs in KNOBS}
     assert len({one.configuration for one in seen}) == len(paths) < len(KNOBS)
 
 
-def test_the_identity_of_a_model_is_its_work_not_its_weights(tmp_path):
+def test_the_architecture_fingerprint_ignores_weights(tmp_path):
     before = architecture_fingerprint(MODEL)
     EXECUTOR.answer([AnswerRequest(sample(0), OPTIONS.full)])
     MODEL.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""A machine's own estimator: made once, by one process, for all."""
+"""The cached estimator of this machine: fitted once, by one process, for all."""
 
 import subprocess
 import sys
@@ -11,20 +11,20 @@ from groupwise.latency.records import PREFILL, MeasuredLatency
 from groupwise.latency.regression import Observation
 from groupwise.workloads.controller.latency.source import cached_estimator
 
-TESTS = Path(__file__).parents[2]
+TESTS = Path(__file__).parents[3]
 PROCESS = """
 import sys, time
 from pathlib import Path
-from workloads.controller.test_own_estimator import estimator
+from workloads.controller.latency.test_source import estimator
 from groupwise.workloads.controller.latency.source import cached_estimator
 
-def make():
+def fit():
     with open(Path(sys.argv[1]) / "made", "a") as file:
         file.write("once ")
     time.sleep(0.5)
     return estimator()
 
-print(cached_estimator("tiny", make, model="tiny", folder=Path(sys.argv[1])).coefficients)
+print(cached_estimator("tiny", fit, model="tiny", folder=Path(sys.argv[1])).coefficients)
 """
 
 
@@ -38,30 +38,30 @@ def estimator() -> LatencyEstimator:
     return LatencyEstimator.fit(seen, model="tiny")
 
 
-def own(key, make, folder):
-    return cached_estimator(key, make, model="tiny", folder=folder)
+def cached(key, fit, folder):
+    return cached_estimator(key, fit, model="tiny", folder=folder)
 
 
-def test_it_is_made_once_and_found_again(tmp_path):
-    made = []
+def test_it_is_fitted_once_and_then_loaded(tmp_path):
+    fits = []
 
-    def make():
-        made.append(1)
+    def fit():
+        fits.append(1)
         return estimator()
 
-    first, again = own("tiny", make, tmp_path), own("tiny", make, tmp_path)
-    assert made == [1]
+    first, again = cached("tiny", fit, tmp_path), cached("tiny", fit, tmp_path)
+    assert fits == [1]
     assert first.coefficients == again.coefficients
     assert np.array_equal(first.ratios, again.ratios)
-    own("tiny", make, tmp_path / "elsewhere")
-    own("tiny, longer answers", make, tmp_path)
-    assert made == [1, 1, 1]
+    cached("tiny", fit, tmp_path / "elsewhere")
+    cached("tiny, longer answers", fit, tmp_path)
+    assert fits == [1, 1, 1]
 
 
-def test_processes_that_start_together_share_what_one_of_them_makes(tmp_path):
+def test_processes_that_start_together_share_what_one_of_them_fits(tmp_path):
     command = [sys.executable, "-c", PROCESS, str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=TESTS) for _ in range(2)]
-    said = [process.communicate(timeout=120)[0] for process in running]
+    outputs = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0]
-    assert said[0] == said[1] != ""
+    assert outputs[0] == outputs[1] != ""
     assert (tmp_path / "made").read_text() == "once "

@@ -1,4 +1,4 @@
-"""Remembered answers survive the process, several writers, and a kill in the middle of writing."""
+"""Cached answers survive the process, several writers, and a kill in the middle of writing."""
 
 import subprocess
 import sys
@@ -17,11 +17,11 @@ import sys
 from pathlib import Path
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.knobs import Knobs
-answers = AnswerCache("m", Path(sys.argv[1]))
+cache = AnswerCache("m", Path(sys.argv[1]))
 number, last = int(sys.argv[2]), int(sys.argv[3])
 while number < last:
     batch = range(number, number + 10)
-    answers.remember({(f"sample {n}", Knobs("low", 1, 4, 12)): (n, n + 1) for n in batch})
+    cache.store({(f"sample {n}", Knobs("low", 1, 4, 12)): (n, n + 1) for n in batch})
     number += 10
     print(number, flush=True)
 """
@@ -32,21 +32,21 @@ def writer(path, first, last):
     return subprocess.Popen(words, env=ENVIRONMENT, stdout=subprocess.PIPE, text=True)
 
 
-def held(path, count):
+def stored(path, count):
     keys = [(f"sample {number}", KNOBS) for number in range(count)]
-    return AnswerCache("m", path).known(keys)
+    return AnswerCache("m", path).lookup(keys)
 
 
-def test_remembered_in_memory_and_on_disk_by_model_sample_and_knobs(tmp_path):
+def test_cached_in_memory_and_on_disk_by_model_sample_and_knobs(tmp_path):
     path = tmp_path / "deep" / "answers.sqlite"
     first = AnswerCache("m", path)
-    assert first.known([("a", KNOBS)]) == {}
-    first.remember({("a", KNOBS): (7, 8)})
-    assert first.known([("a", KNOBS), ("b", KNOBS)]) == {("a", KNOBS): (7, 8)}
-    assert AnswerCache("m", path).known([("a", KNOBS)]) == {("a", KNOBS): (7, 8)}
-    assert AnswerCache("another model", path).known([("a", KNOBS)]) == {}
-    assert AnswerCache("m", path).known([("a", Knobs("low", 1, 4, 13))]) == {}
-    assert AnswerCache("m").known([("a", KNOBS)]) == {}
+    assert first.lookup([("a", KNOBS)]) == {}
+    first.store({("a", KNOBS): (7, 8)})
+    assert first.lookup([("a", KNOBS), ("b", KNOBS)]) == {("a", KNOBS): (7, 8)}
+    assert AnswerCache("m", path).lookup([("a", KNOBS)]) == {("a", KNOBS): (7, 8)}
+    assert AnswerCache("another model", path).lookup([("a", KNOBS)]) == {}
+    assert AnswerCache("m", path).lookup([("a", Knobs("low", 1, 4, 13))]) == {}
+    assert AnswerCache("m").lookup([("a", KNOBS)]) == {}
 
 
 def test_several_processes_write_one_file(tmp_path):
@@ -55,7 +55,7 @@ def test_several_processes_write_one_file(tmp_path):
     for process in several:
         process.communicate(timeout=60)
         assert process.returncode == 0
-    found = held(path, 500)
+    found = stored(path, 500)
     assert len(found) == 500
     assert all(tokens == (int(name.split()[1]), int(name.split()[1]) + 1) for (name, _), tokens in found.items())
 
@@ -68,7 +68,7 @@ def test_killed_while_writing_the_file_holds_whole_batches(tmp_path):
     time.sleep(0.003)
     process.kill()
     process.communicate(timeout=30)
-    found = held(path, reached + 10_000)
+    found = stored(path, reached + 10_000)
     assert len(found) >= reached
     assert len(found) % 10 == 0
 

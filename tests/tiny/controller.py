@@ -15,7 +15,7 @@ from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.task import Question, Task
-from workloads.controller.tiny import CROPS, OPTIONS, llava_olmoe, sample
+from tiny.llava import CROPS, OPTIONS, llava_olmoe, sample
 
 TOKENS_PER_CROP = 4
 
@@ -28,7 +28,7 @@ class LinearCost:
         return [self.one(each) for each in knobs]
 
     def one(self, knobs: Knobs) -> EstimatedLatency:
-        path = OPTIONS.path(knobs)
+        path = OPTIONS.block_path(knobs)
         prefill = 5 * sum(k > 0 for k in path) + 2 * sum(path)
         stages = {VISION: 10.0 * (1 + CROPS[knobs.tier]), PREFILL: float(prefill), DECODE: 7.0}
         total = sum(stages.values())
@@ -41,7 +41,7 @@ EXECUTOR = Executor(LlavaAdapter(llava_olmoe()), OPTIONS)
 def question(number: int, answers: tuple[str, ...] = ("?",)) -> Question:
     """Two kinds, told by the first word."""
     asked = (5 + number % 2, 7 + number % 3)
-    own = replace(sample(number), name=f"sample {number} asks {asked}", question=asked)
+    own = replace(sample(number), name=f"sample {number} asks {asked}", question_ids=asked)
     tokens = {tier: TOKENS_PER_CROP * (1 + crops) + len(asked) for tier, crops in CROPS.items()}
     return Question(own, " ".join(map(str, asked)), answers, tokens, image=f"image {number}", kind=str(asked[0]))
 

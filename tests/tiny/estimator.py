@@ -1,4 +1,4 @@
-"""An estimator whose prices are written down, as if a machine had been measured that keeps them exactly."""
+"""An estimator with given coefficients, as if fitted on a machine that keeps them exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from groupwise.latency.regression import INTERCEPT
 from groupwise.workloads.controller.latency.estimates import architecture_fingerprint
 
 
-def priced(model: Any) -> LatencyEstimator:
+def fixed_estimator(model: Any) -> LatencyEstimator:
     """1 ms a crop; 0.5 ms a block and 0.01 ms a token-expert pair, of the prompt and of every step; a tenth at most."""
     work = {"blocks": 0.5, "expert_pairs": 0.01, "attended": 0.0, INTERCEPT: 0.0}
     prices = {

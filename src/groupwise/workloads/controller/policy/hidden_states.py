@@ -1,0 +1,86 @@
+"""HiddenStateCache: what the controller reads of a question. It is cached, since nothing that is trained changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from jaxtyping import Float, Int64
+from torch import Tensor
+
+from groupwise.workloads.controller.model.executor import Executor, PrefixItem, PrefixStates, PromptKey, image_key
+from groupwise.workloads.controller.task import Question
+
+
+class HiddenStateCache:
+    """Question embeddings and latency tokens of one frozen model.
+
+    The latency token's own embedding is not trained. That would need gradients through the model's first blocks for
+    every rollout, and nothing could be cached. The budget reaches stage two through the budget encoder instead.
+    """
+
+    def __init__(self, executor: Executor):
+        self.executor = executor
+        self.width: int = executor.adapter.text_config.hidden_size
+        self._embeddings: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
+        self._latency_tokens: dict[PromptKey, Float[Tensor, "positions width"]] = {}
+        # Keeps the questions alive: an image is identified by the object of its crops.
+        self._by_image: dict[Hashable, list[Question]] = {}
+
+    def register(self, questions: Sequence[Question]) -> None:
+        """Let questions about one image share a pass: the first one that is needed computes all of them.
+
+        For questions whose answers are precomputed: answers do not continue from a shared pass.
+        """
+        by_image: dict[Hashable, list[Question]] = {}
+        for question in questions:
+            by_image.setdefault(image_key(question.sample), []).append(question)
+        self._by_image = by_image | self._by_image
+
+    def question_embeddings(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
+        """The mean embedding of each question's tokens: known before a tier is chosen."""
+        for question in questions:
+            ids = question.sample.question_ids
+            if ids not in self._embeddings:
+                self._embeddings[ids] = mean_embedding(self.executor, ids)
+        return torch.stack([self._embeddings[question.sample.question_ids] for question in questions])
+
+    def latency_tokens(
+        self, questions: Sequence[Question], tiers: Int64[Tensor, " rows"], positions: Int64[Tensor, " rows"]
+    ) -> tuple[Float[Tensor, "rows width"], PrefixStates | None]:
+        """The hidden state of each row's latency token, by the indices of its tier and insertion position.
+
+        Also returns the states of new questions that were not registered, for their answers to continue from. All tiers
+        of a question run in one pass, with no other questions than those registered for its image. So a state is
+        bit-identical wherever and whenever it is computed, also after a resume.
+        """
+        tier_names = list(self.executor.options.crops_by_tier)
+        passes = []
+        for question in {question.sample.name: question for question in questions}.values():
+            if (question.sample.name, tier_names[0]) in self._latency_tokens:
+                continue
+            samples = [other.sample for other in self._by_image.get(image_key(question.sample), [])]
+            is_registered = question.sample.name in {sample.name for sample in samples}
+            samples = samples if is_registered else [question.sample]
+            states = self.executor.run_prefix([PrefixItem(samples, tier) for tier in tier_names])
+            self._store(states)
+            if not is_registered:
+                passes.append(states)
+        rows = zip(questions, tiers.tolist(), positions.tolist(), strict=True)
+        tokens = [
+            self._latency_tokens[question.sample.name, tier_names[tier]][position] for question, tier, position in rows
+        ]
+        return torch.stack(tokens), PrefixStates.merge(passes) if passes else None
+
+    def _store(self, states: PrefixStates) -> None:
+        positions = self.executor.options.insertion_positions
+        for key, by_position in states.latency_tokens.items():
+            # The stack is a copy outside inference mode, so that it can take part in autograd.
+            tokens = torch.stack([by_position[position] for position in positions])
+            self._latency_tokens[key] = tokens.cpu().float()
+
+
+@torch.no_grad()
+def mean_embedding(executor: Executor, ids: Sequence[int]) -> Float[Tensor, " width"]:
+    """The mean embedding of these tokens, on the CPU."""
+    return executor.adapter.embed(torch.tensor(ids)).float().mean(0).cpu()

@@ -1,0 +1,136 @@
+"""Images and texts as transformers' own processors make them; bad ones are refused with the reason."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny.llava import IMAGE_MEAN, IMAGE_STD, SIDE, save_llava, tokenizer
+from tiny.qwen_vl import patches_of, qwen_processor, save_qwen
+from torch.testing import assert_close
+from transformers import SiglipImageProcessor
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.images import ImageNormalization, best_grid, crop_by_tier, resized_shape
+from groupwise.workloads.controller.model.load import load_model
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llava")
+    save_llava(folder)
+    return load_model(folder)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("qwen")
+    save_qwen(folder)
+    return load_model(folder)
+
+
+def image_of(width: int, height: int) -> Image.Image:
+    pixels = np.random.default_rng(width * height).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+@pytest.mark.parametrize(("width", "height"), [(120, 90), (64, 200), (333, 101)])
+def test_qwen_images_are_what_the_real_processor_makes(qwen, width, height):
+    seen = qwen.front_end.sample(image_of(width, height), "what is this")
+    for tier, pixels in qwen.options.pixels.items():
+        real = qwen_processor(pixels)(image_of(width, height), return_tensors="pt")
+        patches, grid = patches_of(seen.crops_by_tier[tier][0])
+        assert grid.tolist() == real["image_grid_thw"].tolist()
+        assert_close(patches, real["pixel_values"], rtol=0, atol=1e-5)
+        assert_close(qwen.adapter._patches(seen.crops_by_tier[tier][0]), patches)
+
+
+def test_a_tier_is_filled_and_never_exceeded():
+    # 100 x 50 to 5000 pixels in multiples of 8: 100/8 = 12.5 and 50/8 = 6.25 are floored
+    assert resized_shape(5000, 50, 100, 8) == (48, 96)
+    assert resized_shape(20_000, 50, 100, 8) == (96, 200)
+    assert resized_shape(64, 8, 80, 8) == (8, 24)
+
+
+def test_llava_crops_are_an_overview_and_a_grid():
+    # An image of 3 x 4 cells, each of one shade: at 12 crops each crop is one cell.
+    cells = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
+    image = Image.fromarray(np.repeat(np.repeat(cells, 16, axis=0), 16, axis=1)).convert("RGB")
+    normalization = ImageNormalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
+    counts = {"low": 3, "medium": 6, "high": 12}
+    tiers = crop_by_tier(image, counts, side=8, patch=4, normalization=normalization)
+    assert [len(crops) for crops in tiers.values()] == [4, 7, 13]
+    shades = (torch.arange(12) * 20 / 255 - 0.5) / 0.5
+    assert_close(tiers["high"][1:], shades[:, None, None, None].expand(12, 3, 8, 8))
+    for crops in tiers.values():
+        assert_close(crops[0], tiers["low"][0])
+    assert [best_grid(count, 300, 400) for count in (3, 6, 12)] == [(1, 3), (2, 3), (3, 4)]
+    assert best_grid(12, 900, 300) == (6, 2)
+
+
+def test_the_overview_is_what_the_real_processor_makes(llava):
+    seen = llava.front_end.sample(image_of(50, 40), "what is this")
+    processor = SiglipImageProcessor(
+        size={"height": SIDE, "width": SIDE}, image_mean=IMAGE_MEAN, image_std=IMAGE_STD, resample=3
+    )
+    assert_close(seen.crops_by_tier["high"][:1], processor(image_of(50, 40), return_tensors="pt")["pixel_values"])
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen"])
+def test_a_question_about_an_image_is_answered(family, tmp_path, request):
+    loaded = request.getfixturevalue(family)
+    image_of(70, 50).save(tmp_path / "seen.png")
+    asked = loaded.front_end.sample(tmp_path / "seen.png", "what is this")
+    assert (asked.prefix_ids, asked.question_ids) == ((1,), (3, 4, 5, 2))  # user <image> what is this assistant
+    assert asked.name == loaded.front_end.sample(image_of(70, 50), "what is this").name
+    assert asked.name != loaded.front_end.sample(image_of(70, 50), "where is this").name
+    _, work = Executor(loaded.adapter, loaded.options).answer([AnswerRequest(asked, loaded.options.full)])
+    tokens = 5 + loaded.adapter.image_tokens(asked.crops_by_tier["high"])
+    experts = loaded.options.total_blocks - len(loaded.options.dense_blocks)
+    assert work.expert_pairs == 4 * ((experts - 1) * tokens + 1)  # in the last block only the last token
+
+
+def test_bad_images_are_refused(llava, qwen, tmp_path):
+    with pytest.raises(UserError, match=r"There is no image file .*nowhere.png"):
+        llava.front_end.sample(tmp_path / "nowhere.png", "what")
+    image_of(64, 64).save(tmp_path / "whole.png")
+    whole = (tmp_path / "whole.png").read_bytes()
+    for name, content in {"words.png": b"no picture", "cut.png": whole[: len(whole) // 2], "empty.png": b""}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=f"{name} cannot be read as an image"):
+            llava.front_end.sample(tmp_path / name, "what")
+    with pytest.raises(UserError, match=r"12 x 11 pixels is too small for 12 crops at tier 'high'.* need 16 x 12"):
+        llava.front_end.sample(image_of(12, 11), "what")
+    with pytest.raises(UserError, match=r"70 x 7 pixels is too small: each side needs at least 8"):
+        qwen.front_end.sample(image_of(70, 7), "what")
+
+
+def test_bad_questions_are_refused(llava, qwen):
+    for empty in ("", "  \n", "<image>"):
+        with pytest.raises(UserError, match="The question is empty"):
+            llava.front_end.sample(image_of(64, 64), empty)
+    # 13 crops of 4 tokens, 128 positions, 2 words of template: 74 more fit, 75 do not.
+    llava.front_end.sample(image_of(64, 64), "what " * 74)
+    with pytest.raises(UserError, match=r"has 77 tokens, and at tier 'high' the image has 52: together at most 128"):
+        llava.front_end.sample(image_of(64, 64), "what " * 75)
+    with pytest.raises(UserError, match="Shorten the question to 192 tokens"):
+        qwen.front_end.sample(image_of(64, 64), "what " * 300)
+
+
+def test_the_image_token_must_be_there_once(llava):
+    with pytest.raises(UserError, match="contains the image token '<image>', which the chat template adds"):
+        llava.front_end.sample(image_of(64, 64), "what is <image>")
+    plain = replace(llava, tokenizer=tokenizer(template=None))
+    asked = plain.front_end.sample(image_of(64, 64), "user <image> what assistant")
+    assert (asked.prefix_ids, asked.question_ids) == ((1,), (3, 2))
+    with pytest.raises(UserError, match=r"contains the image token '<image>' 0 times.*no chat template"):
+        plain.front_end.sample(image_of(64, 64), "what is this")
+    with pytest.raises(UserError, match="Nothing follows the image token '<image>'"):
+        plain.front_end.sample(image_of(64, 64), "user what <image>")
+    for_text = replace(llava, tokenizer=tokenizer(template="user {{ messages[0].content[1].text }}"))
+    with pytest.raises(UserError, match="adds no image token '<image>' to the prompt"):
+        for_text.front_end.sample(image_of(64, 64), "what is this")
+    with pytest.raises(UserError, match="came without a tokenizer"):
+        replace(llava, tokenizer=None).front_end.sample(image_of(64, 64), "what")
