@@ -16,10 +16,10 @@ from groupwise.core.errors import UserError
 from groupwise.recipes import load_recipe
 
 
-def run(capsys, *words):
+def run(capsys, *arguments):
     """Exit code, stdout and stderr of one command in this process."""
     capsys.readouterr()
-    code = main([str(word) for word in words])
+    code = main([str(argument) for argument in arguments])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -36,7 +36,7 @@ def test_help_and_configs_do_not_import_torch():
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["--help"],
         ["train", "--help"],
@@ -47,11 +47,11 @@ def test_help_and_configs_do_not_import_torch():
         ["report", "--help"],
     ],
 )
-def test_help_takes_under_half_a_second(words):
+def test_help_takes_under_half_a_second(arguments):
     seconds = []
     for _ in range(5):  # the best of five, in CPU time: other processes may have the core meanwhile
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        ended = groupwise(*words)
+        ended = groupwise(*arguments)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert ended.returncode == 0
@@ -60,14 +60,14 @@ def test_help_takes_under_half_a_second(words):
 
 
 def test_every_field_is_documented():
-    said = groupwise("train", "--help").stdout
+    printed = groupwise("train", "--help").stdout
     names = ("--group-size", "--reward.max-missing-fraction", "--loss.clip-low", "--optimizer.ema-decay", "--resume")
     for name in names:
-        assert name in said
-    for block in said.split("╭")[1:]:
+        assert name in printed
+    for block in printed.split("╭")[1:]:
         for entry in block.split("│ --")[1:]:
-            words = entry.replace("│", " ").split("(default")[0].split()
-            assert len(words) > 4, f"--{words[0]} has no explanation"
+            help_text = entry.replace("│", " ").split("(default")[0].split()
+            assert len(help_text) > 4, f"--{help_text[0]} has no explanation"
 
 
 def test_place_answers_the_question_of_eight_ranks(capsys):
@@ -75,8 +75,8 @@ def test_place_answers_the_question_of_eight_ranks(capsys):
         capsys, "place", "--conditions", 8, "--group-size", 4, "--ranks", 8, "--rows-per-pass", 2, "--json"
     )
     assert code == 0
-    found = json.loads(out)
-    rollouts, totals = found["rollouts"], found["totals"]
+    printed = json.loads(out)
+    rollouts, totals = printed["rollouts"], printed["totals"]
     assert (len(rollouts), totals["rollouts_per_step"], totals["conditions_per_step"]) == (32, 32, 8)
     assert (totals["passes_per_step"], totals["copies_per_condition"]) == (2, 4)
     assert totals["every_condition_has_group_size_members"] is True
@@ -91,7 +91,7 @@ def test_place_draws_a_map_and_proves_it(capsys):
     assert "8 rollouts" in out
     assert "A0" in out
     assert "Proved: every condition of this step has exactly 4 members, each once." in out
-    assert [group_label(nth) for nth in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
+    assert [group_label(index) for index in (0, 25, 26, 701, 702)] == ["A", "Z", "AA", "ZZ", "AAA"]
 
 
 def test_place_of_many_ranks_stays_readable(capsys):
@@ -102,8 +102,8 @@ def test_place_of_many_ranks_stays_readable(capsys):
 
 
 def test_other_libraries_names_are_accepted(capsys):
-    words = ["--num_generations=16", "--device-batch-size", "4", "--placement", "group_contiguous", "--steps", "3"]
-    translated, remarks = translate_aliases(words)
+    arguments = ["--num_generations=16", "--device-batch-size", "4", "--placement", "group_contiguous", "--steps", "3"]
+    translated, remarks = translate_aliases(arguments)
     assert translated == ["--group-size=16", "--rows-per-pass", "4", "--placement", "whole", "--steps", "3"]
     assert remarks[0] == "--num_generations is called --group-size here."
     code, out, err = run(capsys, "place", "--world-size", 2, "--k", 4, "--batch-size", 4, "--json")
@@ -113,7 +113,7 @@ def test_other_libraries_names_are_accepted(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["dance"], "There is no command 'dance'"),
         (["train"], "needs a recipe"),
@@ -149,14 +149,14 @@ def test_other_libraries_names_are_accepted(capsys):
         (["eval", "no-run"], "is not a run folder"),
     ],
 )
-def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatch, words, says):
+def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    code, out, err = run(capsys, *words, "--json")
+    code, out, err = run(capsys, *arguments, "--json")
     assert code == 2
     error = json.loads(out)
     assert set(error) == {"error"}
     assert says in error["error"]
-    assert error["error"] in " ".join(re.sub("[\u2500-\u257f]", " ", err).split()) or not words
+    assert error["error"] in " ".join(re.sub("[\u2500-\u257f]|-{3,}", " ", err).split()) or not arguments
     assert "Traceback" not in err
 
 

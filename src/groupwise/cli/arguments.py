@@ -19,6 +19,8 @@ from groupwise.training.config import Config
 from groupwise.workloads.base import WorkloadConfig
 
 T = TypeVar("T")
+_BOX = "[\u2500-\u257f]|-{3,}"
+"""The lines that tyro draws around messages, in Unicode and in ASCII."""
 
 
 class ArgumentError(UserError):
@@ -38,8 +40,7 @@ def parse(
         print(printed.getvalue(), end="", file=sys.stderr)
         if not leaving.code:
             raise
-        box_characters = "[\u2500-\u257f]"
-        sentence = " ".join(re.sub(box_characters, " ", printed.getvalue()).split())
+        sentence = " ".join(re.sub(_BOX, " ", printed.getvalue()).split())
         raise ArgumentError(sentence.split("For full helptext")[0].strip()) from None
 
 
