@@ -6,7 +6,7 @@ import pytest
 import torch
 from services import RewardService, reward_service
 from tiny.chat import chat_config, recipe
-from workloads.controller.small import SmallConfig as SmallController
+from tiny.controller import SmallConfig as SmallController
 from workloads.flow.small import SmallConfig as SmallFlow
 
 import groupwise as gw

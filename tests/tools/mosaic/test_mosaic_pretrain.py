@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny.mosaic import answer_logits, configured, kept_blocks
 from tools.mosaic.__main__ import main
 from tools.mosaic.curriculum import PretrainConfig, draw_knobs, draw_question_types, frequent_names_at
 from tools.mosaic.importance import answer_losses, features_of
 from tools.mosaic.pretrain import build, pretrain
 from transformers import LlavaForConditionalGeneration
 
-from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize, answer_logits, configured, kept_blocks
+from groupwise.workloads.controller.tasks.mosaic.model import MosaicSize
 from groupwise.workloads.controller.tasks.mosaic.questions import (
     QUESTION_TYPES,
     QuestionType,
