@@ -1,12 +1,70 @@
 """Every command and snippet in README and docs runs, in shrunken form: a documented command is never refused."""
 
+import json
 import re
 import shutil
 
+import numpy as np
 import pytest
+import torch
 from markdown_blocks import ROOT, PageRunner, read_blocks
+from PIL import Image
+from tiny.chat import write_lines
+from tiny.llama import qwen3, save_model
+from tiny.llava import save_llava
+from tiny.vqa import write_vqa
+from tiny.wan import save_noise_clip, save_tiny_wan
+
+from groupwise.workloads.flow.cameras import motion_to_pose
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def write_questions(folder):
+    folder.mkdir()
+    rows = [{"question": f"What is {number} + 1?", "answer": f"#### {number + 1}"} for number in range(8)]
+    write_lines(folder / "train.jsonl", rows)
+
+
+def write_rewards(folder):
+    folder.mkdir()
+    body = "def {name}(prompts, completions, **columns):\n    return [float(index) for index in range(len(prompts))]\n"
+    (folder / "my_rewards.py").write_text("".join(body.format(name=name) for name in ("polite", "quality", "accuracy")))
+
+
+def write_photo(folder):
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 256, (48, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(folder / "photo.jpg")
+
+
+def write_clips(folder):
+    folder.mkdir()
+    save_noise_clip(folder / "clip.npy", 5)
+    rows = []
+    for index in range(2):
+        np.save(folder / f"{index}.npy", motion_to_pose(torch.linspace(0, 0.1 * index, 12).view(2, 6)).numpy())
+        rows.append({"prompt": "a cat", "video": "clip.npy", "camera": f"{index}.npy"})
+    write_lines(folder / "train.jsonl", rows)
+
+
+def write_qwen_config(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(qwen3().to_dict(), default=str))
+
+
+FIXTURES = {
+    "llama": lambda path: save_model(path, positions=512),
+    "questions": write_questions,
+    "rewards": write_rewards,
+    "llava": save_llava,
+    "vqa": lambda path: write_vqa(path, 12),
+    "photo": write_photo,
+    "wan": save_tiny_wan,
+    "clips": write_clips,
+    "qwen_config": write_qwen_config,
+}
+"""What the pages name as the user's own: real files of real classes, tiny."""
 
 
 @pytest.fixture
@@ -20,7 +78,7 @@ def scratch(tmp_path):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_block_runs(page, scratch):
-    runner = PageRunner(scratch, {})
+    runner = PageRunner(scratch, FIXTURES)
     for block in read_blocks(page):
         runner.run(block)
 
