@@ -58,7 +58,7 @@ def on_ranks(
     ranks: int, program: Sequence[object], *, seconds: float = 150, launcher: str = "torchrun"
 ) -> subprocess.CompletedProcess[str]:
     """Run a program (a file, or -m and a module, with its words) on several ranks, with gloo on loopback."""
-    port = str(_free_port())
+    port = str(free_port())
     words = {
         "torchrun": f"torch.distributed.run --nproc-per-node {ranks} --nnodes 1 --master-addr 127.0.0.1 --master-port",
         "accelerate": f"accelerate.commands.launch --multi-gpu --num-processes {ranks} --num-machines 1"
@@ -70,7 +70,7 @@ def on_ranks(
     )
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
