@@ -36,7 +36,7 @@ def test_the_exported_model_computes_what_the_trained_policy_does(tmp_path, lora
     untrained = AutoModelForCausalLM.from_pretrained(model)
     with torch.no_grad():
         if ema_decay:
-            with setup.state.ema.borrowed(setup.workload.policy):
+            with setup.state.ema.swapped_in(setup.workload.policy):
                 trained = setup.workload.policy.causal_lm(ids).logits
         else:
             trained = setup.workload.policy.causal_lm(ids).logits

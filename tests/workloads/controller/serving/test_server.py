@@ -29,8 +29,8 @@ def test_what_is_served_is_what_was_decided_and_what_the_model_answers(workload,
     rows = torch.arange(len(conditions))
     decided = choices_to_knobs(OPTIONS, workload.controller.decide(conditions, rows, greedy_option).choices)
     for row, question in zip(rows.tolist(), conditions.question_of(rows), strict=True):
-        bound_ms = conditions.promised_ms(rows[row : row + 1])[0]
-        limit = BudgetLimit(float(conditions.budget_ms[row]), float(conditions.budget_share[row]), bound_ms)
+        bound_ms = conditions.bound_ms(rows[row : row + 1])[0]
+        limit = BudgetLimit(float(conditions.budget_ms[row]), float(conditions.relative_budget[row]), bound_ms)
         (served,) = server.serve([(question.sample, limit)])
         assert served.knobs == decided[row]
         (alone,), _ = EXECUTOR.answer([AnswerRequest(question.sample, served.knobs)])
@@ -76,7 +76,7 @@ def test_serving_encodes_one_tier_and_runs_no_block_twice(workload, server):
 
 def test_if_no_configuration_fits_the_cheapest_is_served(workload, server):
     conditions = workload.held_out
-    bound_ms = conditions.promised_ms(torch.tensor([0]))[0]
+    bound_ms = conditions.bound_ms(torch.tensor([0]))[0]
     asked = conditions.questions[0].sample
     (served,) = server.serve([(asked, BudgetLimit(0.1, 0.0, bound_ms))])
     assert served.knobs == OPTIONS.cheapest

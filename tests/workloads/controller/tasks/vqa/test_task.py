@@ -163,7 +163,7 @@ def test_broken_lines_are_skipped_and_reported(model, tmp_path):
     lines = write_lines(tmp_path / "lines", IMAGES)
     with lines["questions"].open("a") as file:
         file.write('{"image": \n')
-    task = config(model, lines, on_bad_row="skip", held_out_share=0.6, test_share=0.0).task(CPU)
+    task = config(model, lines, on_bad_row="skip", selection_share=0.6, test_share=0.0).task(CPU)
     assert len(task.questions) + len(task.held_out) == 24
     assert any("1 of 25 questions cannot be used" in note and "line 25: it is not JSON" in note for note in task.notes)
 

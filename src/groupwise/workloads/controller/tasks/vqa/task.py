@@ -193,7 +193,11 @@ def read_splits(config: VqaConfig, loaded: LoadedModel) -> QuestionSplits:
     }
     check_annotators(config.rewards, [question.answers for split in questions.values() for question in split])
     return QuestionSplits(
-        questions[Split.TRAIN], questions[Split.SELECT], questions.get(Split.TEST, []), errors, len(entries)
+        questions[Split.TRAIN],
+        questions[Split.SELECT],
+        questions.get(Split.TEST, []),
+        errors,
+        len(entries) + len(row_filter.messages) + len(row_filter.messages),
     )
 
 
