@@ -72,3 +72,12 @@ def test_recipes_load_without_torch():
         "sys.exit('torch' in sys.modules)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, check=False).returncode == 0
+
+
+def test_the_loop_in_the_readme_is_the_loop():
+    """Line by line, in order; only timers are left out."""
+    (shown,) = re.findall(r"```python\n(state\.optimizer.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    source = (ROOT / "src" / "groupwise" / "training" / "loop.py").read_text()
+    body = source[source.index("    state.optimizer") : source.index('    timer.lap("update_s")')]
+    real = [line.removeprefix("    ") for line in body.splitlines() if not line.strip().startswith("timer.")]
+    assert shown.splitlines() == real

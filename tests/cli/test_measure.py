@@ -21,10 +21,10 @@ DENSE = LlamaConfig(
 )
 
 
-def run(capsys, *words):
+def run(capsys, *arguments):
     """Exit code, stdout and stderr of one command in this process."""
     capsys.readouterr()
-    code = main(["measure", *(str(word) for word in words)])
+    code = main(["measure", *(str(argument) for argument in arguments)])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -39,25 +39,25 @@ def one_thread_and_a_folder_of_its_own(tmp_path, monkeypatch):
 def test_mosaic_by_tier_depth_and_top_k(capsys, tmp_path):
     code, out, err = run(capsys, "mosaic", "--runs", 1, "--warm-up", 0, "--new-tokens", 2, "--json")
     assert code == 0, err
-    found, options = json.loads(out), mosaic_options()
-    settings = {(row["tier"], row["blocks"], row["top_k"]) for row in found["measured"]}
+    printed, options = json.loads(out), mosaic_options()
+    settings = {(row["tier"], row["blocks"], row["top_k"]) for row in printed["measured"]}
     by_depth = {(tier, blocks, options.full_top_k) for tier in options.crops_by_tier for blocks in options.block_totals}
     by_top_k = {(tier, options.total_blocks, top_k) for tier in options.crops_by_tier for top_k in options.top_ks}
     assert settings == by_depth | by_top_k
-    assert len(found["measured"]) == len(settings)
-    for row in found["measured"]:
+    assert len(printed["measured"]) == len(settings)
+    for row in printed["measured"]:
         parts = [row[stage]["p50_ms"] for stage in ("vision", "prefill", "decode")]
         assert min(parts) > 0
         assert sum(parts) == pytest.approx(row["total"]["p50_ms"])  # of one run, the medians are that run
-    assert (found["runs"], found["warm_up"], found["new_tokens"], found["threads"]) == (1, 0, 2, 1)
-    assert found["picture"] == "measure-mosaic.png"
+    assert (printed["runs"], printed["warm_up"], printed["new_tokens"], printed["threads"]) == (1, 0, 2, 1)
+    assert printed["picture"] == "measure-mosaic.png"
     assert (tmp_path / "measure-mosaic.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_local_model_is_drawn_and_explained(capsys, tmp_path):
     llava_olmoe().save_pretrained(tmp_path / "tiny")
-    words = ("tiny", "--runs", 1, "--warm-up", 1, "--new-tokens", 2, "--plot", "drawn.svg")
-    code, out, err = run(capsys, *words)
+    arguments = ("tiny", "--runs", 1, "--warm-up", 1, "--new-tokens", 2, "--plot", "drawn.svg")
+    code, out, err = run(capsys, *arguments)
     assert code == 0, err
     assert "milliseconds of one answer, measured" in out
     assert "1 thread, torch" in out
@@ -91,7 +91,7 @@ def test_a_dense_model_has_no_top_k_and_a_text_model_no_tiers(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         ([], "required"),
         (["nowhere"], "There is no model 'nowhere'"),
@@ -107,12 +107,12 @@ def test_a_dense_model_has_no_top_k_and_a_text_model_no_tiers(capsys, tmp_path):
         (["cut"], "The model 'cut' cannot be loaded"),
     ],
 )
-def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, words, says):
+def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, arguments, says):
     for name, config in (("empty", DENSE.to_json_string()), ("broken", "{"), ("cut", DENSE.to_json_string())):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(config)
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"\x00" * 5)
-    code, out, err = run(capsys, *words, "--json")
+    code, out, err = run(capsys, *arguments, "--json")
     assert code == 2
     assert says in json.loads(out)["error"]
     assert "\n" not in json.loads(out)["error"]

@@ -12,16 +12,16 @@ from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimato
 from groupwise.workloads.controller.model.load import load_model
 
 
-def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
+def test_an_estimator_is_fitted_saved_and_reported(capsys, tmp_path):
     llava_olmoe().save_pretrained(tmp_path / "tiny")
     file = tmp_path / "estimator.json"
-    words = ["profile", str(tmp_path / "tiny"), "--seconds", "3", "--new-tokens", "2", "--output", str(file)]
-    assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    arguments = ["profile", str(tmp_path / "tiny"), "--seconds", "3", "--new-tokens", "2", "--output", str(file)]
+    assert main([*arguments, "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
     loaded = load_model(tmp_path / "tiny")
     estimator = LatencyEstimator.load(file, model=architecture_fingerprint(loaded.model))
-    assert told["answers"] == len(estimator.ratios) >= 19
-    assert told["median_error"] >= 0
+    assert printed["answers"] == len(estimator.ratios) >= 19
+    assert printed["median_error"] >= 0
     rows = KnobLatencyEstimator(estimator, loaded.options, new_tokens=2).rows(
         dict.fromkeys(loaded.options.crops_by_tier, 40)
     )
@@ -31,7 +31,7 @@ def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("arguments", "says"),
     [
         (["mosaic", "--seconds", "0"], "seconds is 0"),
         (["mosaic", "--new-tokens", "0"], "new_tokens is 0"),
@@ -39,8 +39,8 @@ def test_an_estimator_is_fitted_saved_and_told(capsys, tmp_path):
         (["./nowhere"], "There is no folder ./nowhere"),
     ],
 )
-def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatch, words, says):
+def test_bad_input_is_one_paragraph_and_exit_code_2(capsys, tmp_path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    assert main(["profile", *words, "--json"]) == 2
+    assert main(["profile", *arguments, "--json"]) == 2
     assert says in json.loads(capsys.readouterr().out)["error"]
     assert not list(tmp_path.iterdir())

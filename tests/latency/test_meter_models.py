@@ -164,11 +164,11 @@ def test_the_executor_is_split_into_stages_and_skipped_blocks_cost_nothing(token
     model = llava_olmoe()
     parts = find_model_parts(model)
     clock = Ticks(parts)
-    executor, knobs, asked = Executor(adapter_for(model), OPTIONS), Knobs("medium", 2, 1, 5), sample(2)
+    executor, knobs, question = Executor(adapter_for(model), OPTIONS), Knobs("medium", 2, 1, 5), sample(2)
 
     def answer():
-        prefix = executor.run_prefix([PrefixItem([asked], knobs.tier)], torch.zeros(32)) if with_prefix else None
-        executor.answer([AnswerRequest(asked, knobs)], prefix=prefix, max_new_tokens=tokens)
+        prefix = executor.run_prefix([PrefixItem([question], knobs.tier)], torch.zeros(32)) if with_prefix else None
+        executor.answer([AnswerRequest(question, knobs)], prefix=prefix, max_new_tokens=tokens)
 
     timing = LatencyMeter(parts, clock=clock).time(answer)
     # Five of eight blocks. The prefix runs three in full; two are gone on from, and the third is run again with top-1.

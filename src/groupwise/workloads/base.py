@@ -34,7 +34,7 @@ class Reporter:
         return {}
 
     def step_warning(self, metrics: Mapping[str, float]) -> str | None:
-        """A sentence when the metrics of a step say that something is wrong. `--run.on-warning stop` ends the run."""
+        """A sentence when the metrics of a step say that something is wrong. `--on-warning stop` ends the run."""
         return None
 
     def describe_rollouts(self, rollouts: Rollouts) -> Sequence[Mapping[str, Any]]:
