@@ -62,7 +62,7 @@ def unlimited(tmp_path_factory):
 def test_fewer_clips_are_decoded_at_a_time(tmp_path, unlimited, step_rewards):
     metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows=8, step_rewards=step_rewards))
     assert [entry["oom_retries"] for entry in metrics] == [2, 0]
-    assert [entry["rows_per_reward_pass"] for entry in metrics] == [2, 2]
+    assert [entry["encode_rows"] for entry in metrics] == [2, 2]
     assert {entry["rows_per_pass"] for entry in metrics} == {4}
     assert "reward_rows" not in metrics[0]
     if not step_rewards:
@@ -75,11 +75,11 @@ def test_then_fewer_groups_are_rewarded_at_a_time(tmp_path, unlimited):
     metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows=2, max_rewarded=4))
     # 2 -> 1 in vain, then 16 -> 8 -> 4: one group
     assert [entry["oom_retries"] for entry in metrics] == [3, 0]
-    assert [(entry["rows_per_reward_pass"], entry["reward_rows"]) for entry in metrics] == [(1, 4)] * 2
+    assert [(entry["encode_rows"], entry["reward_rows"]) for entry in metrics] == [(1, 4)] * 2
     for name, weight in weights.items():
         assert_close(weight, unlimited[1][name], rtol=0, atol=1e-5)
 
 
 def test_a_reward_that_never_fits_stops_the_run_with_advice(tmp_path):
-    with pytest.raises(gw.UserError, match="Out of memory in reward with reward_rows 1, and there are no smaller"):
+    with pytest.raises(gw.UserError, match="Out of memory in reward with reward_rows 1, which cannot be halved"):
         run_of(tmp_path, LargeConfig(max_rewarded=0))
