@@ -50,7 +50,7 @@ class Doors(gw.Workload):
             device
         )
         self.rooms = ROOMS[~HELD_OUT].to(device)
-        self.group_ids = torch.tensor([gw.group_id(nth, room) for nth, room in enumerate(self.rooms)])
+        self.group_ids = torch.tensor([gw.group_id(index, room) for index, room in enumerate(self.rooms)])
         self.num_conditions = len(self.rooms)
 
     def log_probabilities(self, rooms: torch.Tensor) -> torch.Tensor:
@@ -60,8 +60,8 @@ class Doors(gw.Workload):
     def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         rooms = self.rooms[rows.condition]
         logp = self.log_probabilities(rooms)
-        chance = torch.cat([rows.uniform(decision) for decision in range(CORRIDORS)], dim=1).to(logp)
-        doors = (logp.exp().cumsum(-1) < chance[:, :, None]).sum(-1).clamp(max=DOORS - 1)
+        uniforms = torch.cat([rows.uniform(decision) for decision in range(CORRIDORS)], dim=1).to(logp)
+        doors = (logp.exp().cumsum(-1) < uniforms[:, :, None]).sum(-1).clamp(max=DOORS - 1)
         return gw.Rollouts(
             group_ids=self.group_ids[rows.condition],
             logp=logp.gather(2, doors[:, :, None])[:, :, 0],

@@ -42,8 +42,8 @@ class TinyWorkload(gw.Workload):
 
     def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         logp = self.policy(rows.condition)
-        chance = torch.cat([rows.uniform(decision) for decision in range(DECISIONS)], dim=1).to(logp)
-        choices = (logp.exp().cumsum(-1) < chance[:, :, None]).sum(-1).clamp(max=CHOICES - 1)
+        uniforms = torch.cat([rows.uniform(decision) for decision in range(DECISIONS)], dim=1).to(logp)
+        choices = (logp.exp().cumsum(-1) < uniforms[:, :, None]).sum(-1).clamp(max=CHOICES - 1)
         lengths = 1 + (rows.condition + rows.member) % DECISIONS
         return gw.Rollouts(
             group_ids=torch.tensor([gw.group_id(int(condition)) for condition in rows.condition]),

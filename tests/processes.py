@@ -22,16 +22,17 @@ ENVIRONMENT = {
 }
 
 
-def groupwise(*words: object, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def groupwise(*arguments: object, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
     return subprocess.run(
-        command(*words), env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
+        command(*arguments), env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
     )
 
 
-def start(*words: object) -> subprocess.Popen[str]:
+def start(*arguments: object) -> subprocess.Popen[str]:
     """Start the command line and leave it running."""
-    return subprocess.Popen(command(*words), env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command(*arguments), env=ENVIRONMENT, text=True, **pipes)
 
 
 def wait_for_steps(folder: Path, steps: int, process: subprocess.Popen[str], *, seconds: float = 60) -> None:
@@ -50,8 +51,8 @@ def kill(process: subprocess.Popen[str]) -> None:
     assert process.returncode == -signal.SIGKILL
 
 
-def command(*words: object) -> list[str]:
-    return [sys.executable, "-m", "groupwise", *map(str, words)]
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "groupwise", *map(str, arguments)]
 
 
 def on_ranks(
@@ -59,12 +60,12 @@ def on_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """Run a program (a file, or -m and a module, with its words) on several ranks, with gloo on loopback."""
     port = str(free_port())
-    words = {
+    launchers = {
         "torchrun": f"torch.distributed.run --nproc-per-node {ranks} --nnodes 1 --master-addr 127.0.0.1 --master-port",
         "accelerate": f"accelerate.commands.launch --multi-gpu --num-processes {ranks} --num-machines 1"
         " --mixed-precision no --dynamo-backend no --main-process-port",
     }
-    start_with = [sys.executable, "-m", *words[launcher].split(), port]
+    start_with = [sys.executable, "-m", *launchers[launcher].split(), port]
     return subprocess.run(
         [*start_with, *map(str, program)], env=ENVIRONMENT, capture_output=True, text=True, timeout=seconds, check=False
     )

@@ -32,7 +32,7 @@ def test_by_hand():
 
 
 @st.composite
-def judged(draw):
+def rewarded(draw):
     rows = draw(st.integers(1, 24))
     ids = draw(st.lists(st.sampled_from([-5, 0, 7, 2**62]), min_size=rows, max_size=rows))
     values = st.one_of(st.sampled_from([0.0, 1.0, NAN]), st.floats(-100, 100))
@@ -60,16 +60,16 @@ def naive(rewards, ids, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(judged())
+@given(rewarded())
 def test_agrees_with_a_naive_loop(kind, case):
     rewards, ids = case
     config = AdvantageConfig(kind=kind, eps=1e-9)
-    found = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids), config)
-    assert_close(found.values.tolist(), naive(rewards, ids, kind), rtol=1e-6, atol=1e-6)
+    result = group_advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor(ids), config)
+    assert_close(result.values.tolist(), naive(rewards, ids, kind), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(judged(), st.randoms())
+@given(rewarded(), st.randoms())
 def test_order_does_not_matter_and_a_group_sums_to_zero(kind, case, random):
     rewards, ids = case
     order = list(range(len(ids)))
@@ -81,7 +81,7 @@ def test_order_does_not_matter_and_a_group_sums_to_zero(kind, case, random):
         assert straight[torch.tensor(ids) == own].sum().abs() < 1e-6
 
 
-@given(judged())
+@given(rewarded())
 def test_missing_equals_dropped(case):
     rewards, ids = case
     kept = [row for row, reward in enumerate(rewards) if not math.isnan(reward)]
@@ -93,7 +93,7 @@ def test_missing_equals_dropped(case):
 
 
 def test_no_spread_is_equality_not_a_small_std():
-    found = advantages([0.1 + 0.2, 0.1 + 0.2, 1.0, 1.0 + 1e-12, 5.0, NAN], [0, 0, 1, 1, 2, 2])
-    assert found.trained.tolist() == [False, False, True, True, False, False]
-    assert (found.groups, found.zero_spread_groups) == (3, 2)
-    assert_close(found.values[2:4].tolist(), [-1.0, 1.0], rtol=1e-3, atol=1e-3)
+    result = advantages([0.1 + 0.2, 0.1 + 0.2, 1.0, 1.0 + 1e-12, 5.0, NAN], [0, 0, 1, 1, 2, 2])
+    assert result.trained.tolist() == [False, False, True, True, False, False]
+    assert (result.groups, result.zero_spread_groups) == (3, 2)
+    assert_close(result.values[2:4].tolist(), [-1.0, 1.0], rtol=1e-3, atol=1e-3)

@@ -1,4 +1,4 @@
-"""Rewards of single decisions: weighed, compared and pushed one by one."""
+"""Rewards of single decisions: weighed, compared and trained one by one."""
 
 import math
 
@@ -22,18 +22,18 @@ def rewards(**weights):
 
 
 def test_advantages_of_decisions_by_hand():
-    found = compute_advantages(rewards(), IDS, gw.AdvantageConfig(eps=0.0))
+    result = compute_advantages(rewards(), IDS, gw.AdvantageConfig(eps=0.0))
     # decision 0: 1, 3 | 2, 2 (no spread); decision 1: 3, 3 (no spread) | 3, missing
-    assert_close(found.values, torch.tensor([[-1.0, 0], [1, 0], [0, 0], [0, 0]], dtype=torch.float64))
-    assert found.trained_mask.tolist() == [[True, False], [True, False], [False, False], [False, False]]
-    assert found.trained.tolist() == [True, True, False, False]
-    assert (found.groups, found.zero_spread_groups) == (2, 1)
+    assert_close(result.values, torch.tensor([[-1.0, 0], [1, 0], [0, 0], [0, 0]], dtype=torch.float64))
+    assert result.trained_mask.tolist() == [[True, False], [True, False], [False, False], [False, False]]
+    assert result.trained.tolist() == [True, True, False, False]
+    assert (result.groups, result.zero_spread_groups) == (2, 1)
 
 
 def test_without_rewards_of_their_own_decisions_follow_the_rollout():
-    found = compute_advantages(rewards(step=0.0), IDS)
-    assert found.trained_mask is None
-    assert_close(found.values, group_advantages(OUTCOME, IDS).values)
+    result = compute_advantages(rewards(step=0.0), IDS)
+    assert result.trained_mask is None
+    assert_close(result.values, group_advantages(OUTCOME, IDS).values)
 
 
 def test_equal_step_rewards_are_the_rollouts_own_case():
@@ -41,26 +41,26 @@ def test_equal_step_rewards_are_the_rollouts_own_case():
     assert_close(compute_advantages(flat, IDS).values, group_advantages(OUTCOME, IDS).values[:, None].expand(4, 3))
 
 
-def test_losses_take_a_strength_for_each_decision():
+def test_losses_take_an_advantage_for_each_decision():
     logp = torch.tensor([[0.1, 0.2], [0.3, 0.4]], requires_grad=True)
-    strengths = torch.tensor([[1.0, -1.0], [2.0, 0.5]])
+    advantages = torch.tensor([[1.0, -1.0], [2.0, 0.5]])
     mask = torch.ones(2, 2, dtype=torch.bool)
-    policy_gradient(logp, strengths, mask, denominator=2.0).backward()
-    assert_close(logp.grad, -strengths / 2)
-    one_by_one = clipped_surrogate(logp, logp.detach(), strengths, mask, denominator=1.0)
+    policy_gradient(logp, advantages, mask, denominator=2.0).backward()
+    assert_close(logp.grad, -advantages / 2)
+    one_by_one = clipped_surrogate(logp, logp.detach(), advantages, mask, denominator=1.0)
     assert one_by_one.item() == pytest.approx(-2.5)
-    by_row = clipped_surrogate(logp, logp.detach(), strengths[:, 0], mask, denominator=1.0)
+    by_row = clipped_surrogate(logp, logp.detach(), advantages[:, 0], mask, denominator=1.0)
     assert by_row.item() == pytest.approx(-6.0)
 
 
-def test_names_are_checked_and_statistics_told():
+def test_names_are_checked_and_statistics_are_per_term():
     with pytest.raises(gw.UserError, match="names a reward of rollouts and one of decisions"):
         weigh(gw.RewardTerms({"outcome": OUTCOME}, per_decision={"outcome": STEPS}), gw.RewardConfig())
     with pytest.raises(gw.UserError, match="It has: outcome, step"):
         rewards(other=1.0)
-    told = term_statistics(gw.RewardTerms({"outcome": OUTCOME}, per_decision={"step": STEPS}))
-    assert told["reward/step"] == pytest.approx(3 / 7)
-    assert told["reward/step/missing_fraction"] == pytest.approx(1 / 8)
+    statistics = term_statistics(gw.RewardTerms({"outcome": OUTCOME}, per_decision={"step": STEPS}))
+    assert statistics["reward/step"] == pytest.approx(3 / 7)
+    assert statistics["reward/step/missing_fraction"] == pytest.approx(1 / 8)
 
 
 def test_a_divergence_in_closed_form_takes_the_place_of_the_estimate():

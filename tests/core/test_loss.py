@@ -30,23 +30,23 @@ def test_clipped_by_hand():
     # ratios 1.5 and 0.5 with advantage 1: min(1.5, 1.2) and min(0.5, 0.8); with -1: min(-1.5, -1.2), min(-0.5, -0.8)
     logp, old = float64([[1.5, 0.5]] * 2).log(), float64([[1.0, 1.0]] * 2).log()
     mask = torch.ones(2, 2, dtype=torch.bool)
-    found = losses.clipped_surrogate(logp, old, float64([1.0, -1.0]), mask, denominator=4.0)
-    assert found.item() == pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8) / 4)
+    result = losses.clipped_surrogate(logp, old, float64([1.0, -1.0]), mask, denominator=4.0)
+    assert result.item() == pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8) / 4)
     # geometric mean of 1.5 and 0.5 is sqrt(0.75) = 0.866, inside both clips
-    found = losses.clipped_surrogate(logp, old, float64([1.0, -1.0]), mask, denominator=4.0, per_rollout=True)
-    assert found.item() == pytest.approx(0.0)
-    found = losses.clipped_surrogate(logp[:1], old[:1], float64([1.0]), mask[:1], denominator=2.0, per_rollout=True)
-    assert found.item() == pytest.approx(-math.sqrt(0.75))
+    result = losses.clipped_surrogate(logp, old, float64([1.0, -1.0]), mask, denominator=4.0, per_rollout=True)
+    assert result.item() == pytest.approx(0.0)
+    result = losses.clipped_surrogate(logp[:1], old[:1], float64([1.0]), mask[:1], denominator=2.0, per_rollout=True)
+    assert result.item() == pytest.approx(-math.sqrt(0.75))
 
 
 def test_policy_gradient_and_kl_by_hand():
     mask = tensor([[True, True, False]])
     logp = float64([[-1.0, -2.0, -50.0]])
     assert losses.policy_gradient(logp, float64([0.5]), mask, denominator=2.0).item() == pytest.approx(0.75)
-    # gaps 0 and log 2: exp - gap - 1 = 0 and 2 - log 2 - 1
+    # log ratios 0 and log 2: exp(x) - x - 1 = 0 and 2 - log 2 - 1
     reference = logp + float64([[0.0, math.log(2), 9.0]])
-    found = losses.kl_to_reference(logp, reference, mask, denominator=2.0)
-    assert found.item() == pytest.approx((1 - math.log(2)) / 2)
+    result = losses.kl_to_reference(logp, reference, mask, denominator=2.0)
+    assert result.item() == pytest.approx((1 - math.log(2)) / 2)
 
 
 def test_denominators_by_hand():
@@ -63,17 +63,17 @@ def test_clipped_agrees_with_a_naive_loop(per_rollout, seed):
     logp, old, mask, advantages = random_case(seed)
     total = 0.0
     for row in range(len(logp)):
-        places = [d for d in range(logp.shape[1]) if mask[row, d]]
-        changes = [(logp[row, d] - old[row, d]).item() for d in places]
+        positions = [d for d in range(logp.shape[1]) if mask[row, d]]
+        changes = [(logp[row, d] - old[row, d]).item() for d in positions]
         mean = sum(changes) / len(changes)
         for change in changes:
             ratio = math.exp(mean if per_rollout else change)
             a = advantages[row].item()
             total -= min(ratio * a, min(max(ratio, 0.9), 1.3) * a) / 11
-    found = losses.clipped_surrogate(
+    result = losses.clipped_surrogate(
         logp, old, advantages, mask, denominator=11.0, clip=(0.1, 0.3), per_rollout=per_rollout
     )
-    assert found.item() == pytest.approx(total)
+    assert result.item() == pytest.approx(total)
 
 
 @given(st.integers(0, 10**6))
@@ -111,11 +111,11 @@ def test_masking_equals_dropping_whatever_the_mask_hides(kind, seed):
 def test_ranking_by_hand():
     # one pair: -log sigmoid(0 - 1) = log(1 + e)
     logp, rewards, ids = float64([0.0, 1.0]), float64([2.0, 1.0]), tensor([5, 5])
-    found = losses.pairwise_ranking(logp, rewards, ids, denominator=1.0)
-    assert found.item() == pytest.approx(math.log(1 + math.e))
-    # its pull is 1 - sigmoid(-1) = sigmoid(1), up for the better and down for the worse
-    pull = 1 / (1 + math.exp(-1))
-    assert_close(losses.pairwise_weights(logp, rewards, ids), float64([pull, -pull]))
+    result = losses.pairwise_ranking(logp, rewards, ids, denominator=1.0)
+    assert result.item() == pytest.approx(math.log(1 + math.e))
+    # its weight is 1 - sigmoid(-1) = sigmoid(1), up for the better and down for the worse
+    weight = 1 / (1 + math.exp(-1))
+    assert_close(losses.pairwise_weights(logp, rewards, ids), float64([weight, -weight]))
 
 
 @given(st.integers(0, 10**6))
@@ -135,7 +135,7 @@ def test_ranking_agrees_with_a_naive_loop_and_ties_give_no_pair(seed):
 
 
 @given(st.integers(0, 10**6))
-def test_pulls_are_the_gradient_of_the_ranking_loss(seed):
+def test_pairwise_weights_are_the_gradient_of_the_ranking_loss(seed):
     source = torch.Generator().manual_seed(seed)
     logp = torch.randn(10, generator=source, dtype=torch.float64, requires_grad=True)
     rewards = torch.randint(0, 4, (10,), generator=source).double()

@@ -19,12 +19,12 @@ WORKER = Path(__file__).parent / "worker.py"
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
-    found = {}
+    by_ranks = {}
     for ranks in (1, 2, 4, 8):
         ended = on_ranks(ranks, [WORKER, folder / f"{ranks}.pt"])
         assert ended.returncode == 0, ended.stderr[-3000:]
-        found[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
-    return found
+        by_ranks[ranks] = torch.load(folder / f"{ranks}.pt", weights_only=False)
+    return by_ranks
 
 
 NAMES = [f"{kind} {loss}" for kind in ("whole", "spread", "shuffled") for loss in ("clipped", "ranking")]
@@ -54,34 +54,34 @@ def test_every_placement_gives_the_same_gradient(outcomes, loss):
             )
 
 
-def test_all_ranks_hold_the_same_weights_bit_by_bit(outcomes):
-    for ranks, found in outcomes.items():
-        for outcome in found.values():
-            assert len(outcome["everyone"]) == ranks
-            assert all(torch.equal(weights, outcome["weights"]) for weights in outcome["everyone"])
+def test_weights_are_bit_identical_on_all_ranks(outcomes):
+    for ranks, by_name in outcomes.items():
+        for outcome in by_name.values():
+            assert len(outcome["all_weights"]) == ranks
+            assert all(torch.equal(weights, outcome["weights"]) for weights in outcome["all_weights"])
 
 
 def test_the_command_line_runs_on_two_ranks_and_resumes_there(tmp_path):
-    words = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--conditions-per-step", "8"]
-    first = on_ranks(2, [*words, "--steps", "4", "--json"])
+    program = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--conditions-per-step", "8"]
+    first = on_ranks(2, [*program, "--steps", "4", "--json"])
     assert first.returncode == 0, first.stderr[-3000:]
     assert json.loads(first.stdout)["steps"] == 4  # one object, from one rank
-    again = on_ranks(2, [*words, "--steps", "6", "--placement", "whole", "--resume", "--json"])
+    again = on_ranks(2, [*program, "--steps", "6", "--placement", "whole", "--resume", "--json"])
     assert again.returncode == 0, again.stderr[-3000:]
     assert json.loads(again.stdout)["steps"] == 6
-    refused = on_ranks(2, [*words, "--json"])
+    refused = on_ranks(2, [*program, "--json"])
     assert refused.returncode != 0
     assert "already holds a run" in refused.stderr
 
 
 def test_resumed_on_another_number_of_ranks_it_is_the_same_run_to_rounding(tmp_path):
-    words = ["-m", "groupwise", "train", "fakes:recipe", "--placement", "shuffled"]
+    program = ["-m", "groupwise", "train", "fakes:recipe", "--placement", "shuffled"]
     for ranks, steps in ((2, 4), (1, 6)):
-        ended = on_ranks(ranks, [*words, "--run-dir", tmp_path / "moved", "--steps", steps, "--resume"])
+        ended = on_ranks(ranks, [*program, "--run-dir", tmp_path / "moved", "--steps", steps, "--resume"])
         assert ended.returncode == 0, ended.stderr[-3000:]
     # the learning rate falls over --steps, so the straight run is stretched in the same way
     for steps in (4, 6):
-        ended = on_ranks(1, [*words, "--run-dir", tmp_path / "straight", "--steps", steps, "--resume"])
+        ended = on_ranks(1, [*program, "--run-dir", tmp_path / "straight", "--steps", steps, "--resume"])
         assert ended.returncode == 0, ended.stderr[-3000:]
     moved, straight = (
         load_file(tmp_path / name / "checkpoints" / "step-000006" / "policy.safetensors")
@@ -92,8 +92,8 @@ def test_resumed_on_another_number_of_ranks_it_is_the_same_run_to_rounding(tmp_p
 
 
 def test_accelerate_launches_it_too(tmp_path):
-    words = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--steps", "2"]
-    ended = on_ranks(2, words, launcher="accelerate")
+    program = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--steps", "2"]
+    ended = on_ranks(2, program, launcher="accelerate")
     assert ended.returncode == 0, ended.stderr[-3000:]
     assert "2 ranks" in ended.stderr
     assert len(read_jsonl(tmp_path / "run" / "metrics.jsonl")) == 2
@@ -137,8 +137,8 @@ def test_a_mistake_on_one_rank_is_everyones_and_nothing_is_lost(tmp_path):
 
 def test_when_only_the_first_rank_sees_the_damage_nobody_waits(tmp_path):
     (tmp_path / "run" / "checkpoints" / "step-000002").mkdir(parents=True)
-    words = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--resume"]
-    ended = on_ranks(2, words, seconds=60)
+    program = ["-m", "groupwise", "train", "fakes:recipe", "--run-dir", tmp_path / "run", "--resume"]
+    ended = on_ranks(2, program, seconds=60)
     assert ended.returncode != 0
     for rank in (0, 1):
         assert f"groupwise (rank {rank}): Every checkpoint in" in ended.stderr
@@ -158,7 +158,7 @@ def test_ranks_with_other_weights_are_found(tmp_path):
         "    return workload\n"
         "fakes.TinyConfig.build = apart\n"
         "checks, is_main = check(fakes.recipe())\n"
-        "if is_main: print([found.detail for found in checks if not found.passed])\n"
+        "if is_main: print([check.detail for check in checks if not check.passed])\n"
         "disconnect()\n"
         "exit_now()\n"
     )

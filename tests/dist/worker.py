@@ -1,4 +1,4 @@
-"""Runs under torchrun: the same steps for every placement, loss and cut; rank 0 writes what came out.
+"""Runs under torchrun: the same steps for every placement and loss; rank 0 writes the outcomes.
 
 torchrun ... worker.py OUTPUT.pt
 """
@@ -24,9 +24,9 @@ LOSSES = {"clipped": gw.LossConfig(kl=0.05, entropy=0.01), "ranking": gw.LossCon
 def outcome(config: gw.Config) -> dict[str, object]:
     """Rollouts of the first step by (group, member), the first gradient, and the weights after three steps."""
     setup = set_up(config)
-    placed = place(setup.shape, seed=config.seed, step=0)
-    rows = placed.rows_of(setup.comm.rank)
-    rollouts = generate_rollouts(setup, placed)
+    placement = place(setup.shape, seed=config.seed, step=0)
+    rows = placement.rows_of(setup.comm.rank)
+    rollouts = generate_rollouts(setup, placement)
     order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
     choices = setup.comm.gather(rollouts.data["choices"])[order]
     steps = training_steps(setup)
@@ -41,20 +41,20 @@ def outcome(config: gw.Config) -> dict[str, object]:
         "weights": weights,
         "rewards": rewards,
         "samples": first.samples,
-        "everyone": setup.comm.gather(weights[None]),
+        "all_weights": setup.comm.gather(weights[None]),
     }
 
 
 def configs() -> dict[str, gw.Config]:
     base = replace(recipe(), steps=3, conditions_per_step=8, group_size=8, rows_per_pass=2)
-    found = {
+    configs = {
         f"{placement} {name}": replace(base, placement=placement, loss=loss)
         for placement in ("whole", "spread", "shuffled")
         for name, loss in LOSSES.items()
     }
     # 'whole' gives rank 0 the step's first conditions; with all but two flat, most ranks have no row to train
-    found["idle ranks"] = replace(base, workload=TinyConfig(flat_below=34))
-    return found
+    configs["idle ranks"] = replace(base, workload=TinyConfig(flat_below=34))
+    return configs
 
 
 if __name__ == "__main__":

@@ -89,8 +89,8 @@ class HungryWorkload(TinyWorkload):
         if self.hungry("rewards"):
             eat(len(rollouts))
         if self.hungry("reward function"):
-            judged = call_rewards({"share": hungry_reward}, range(len(rollouts)), range(len(rollouts)))
-            assert not judged.failures, judged.failures
+            terms = call_rewards({"share": hungry_reward}, range(len(rollouts)), range(len(rollouts)))
+            assert not terms.failures, terms.failures
         return super().rewards(rollouts)
 
     def score(self, rollouts: gw.Rollouts) -> gw.Scores:
@@ -139,21 +139,21 @@ def limit(room: int) -> None:
 def runs(folder: Path) -> dict[str, gw.Config]:
     """What can be asked for by name."""
     late, quiet = {"from_step": 2}, {"preflight": False}
-    found = {
+    configs = {
         stage: config_for(stage, folder / stage)
         for stage in ("rollout", "rewards", "reward function", "forward", "backward")
     }
-    found["optimizer"] = config_for("optimizer", folder / "optimizer", run=quiet, conditions_per_step=2)
-    found["small from the start"] = replace(config_for("", folder / "small from the start"), rows_per_pass=4)
-    found["late"] = config_for("backward", folder / "late", workload=late, run=quiet, steps=4)
-    found["resumed"] = config_for("backward", folder / "late", workload=late, run=quiet | {"resume": True}, steps=6)
-    found["own rows"] = config_for("rollout", folder / "own rows", workload={"own_rows": 16})
-    found["hopeless"] = config_for("hopeless", folder / "hopeless", workload=late, run=quiet)
-    found["evaluation"] = config_for("evaluation", folder / "evaluation", workload={"from_step": -1})
+    configs["optimizer"] = config_for("optimizer", folder / "optimizer", run=quiet, conditions_per_step=2)
+    configs["small from the start"] = replace(config_for("", folder / "small from the start"), rows_per_pass=4)
+    configs["late"] = config_for("backward", folder / "late", workload=late, run=quiet, steps=4)
+    configs["resumed"] = config_for("backward", folder / "late", workload=late, run=quiet | {"resume": True}, steps=6)
+    configs["own rows"] = config_for("rollout", folder / "own rows", workload={"own_rows": 16})
+    configs["hopeless"] = config_for("hopeless", folder / "hopeless", workload=late, run=quiet)
+    configs["evaluation"] = config_for("evaluation", folder / "evaluation", workload={"from_step": -1})
     last = {"from_step": 5}
-    found["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
-    found["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
-    return found
+    configs["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
+    configs["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
+    return configs
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     names = [*STAGES, "small from the start", "late", "resumed", "own rows", "hopeless", "optimizer"]
     names += ["evaluation", "last evaluation", "evaluation at once"]
-    words = [sys.executable, str(HUNGRY), str(folder), *names]
-    ended = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
+    program = [sys.executable, str(HUNGRY), str(folder), *names]
+    ended = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=170, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return folder, ended.stderr
 
@@ -117,8 +117,8 @@ def test_an_evaluation_is_repeated_with_fewer_rows_and_training_keeps_its_own(al
     metrics = read_jsonl(folder / "evaluation" / "metrics.jsonl")
     assert [entry["oom_retries"] for entry in metrics] == [2, 0, 0, 0, 0, 0]
     assert {(entry["rows_per_pass"], entry["eval_rows"]) for entry in metrics} == {(8, 4)}
-    found, expected = (json.loads((folder / name / "eval.json").read_text()) for name in ("evaluation", "rollout"))
-    assert found == {moment: pytest.approx(metrics) for moment, metrics in expected.items()}
+    smaller, expected = (json.loads((folder / name / "eval.json").read_text()) for name in ("evaluation", "rollout"))
+    assert smaller == {moment: pytest.approx(metrics) for moment, metrics in expected.items()}
 
 
 def test_an_evaluation_without_a_limit_stops_and_keeps_what_was_trained(alone):

@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
+from groupwise.core import files
 from groupwise.core.errors import UserError
 from groupwise.training import checkpoint
 from groupwise.training.checkpoint import newest_valid_checkpoint, restore, write_checkpoint
 from groupwise.training.config import OptimizerConfig
 from groupwise.training.state import create_state
-from groupwise.workloads import checkpoint_files as checkpoints
+from groupwise.workloads import checkpoint_files
+
+TRACED = [module.__file__ for module in (checkpoint, checkpoint_files, files)]
 
 
 class PowerCut(BaseException):
@@ -30,17 +33,17 @@ def write(folder, step, keep=2):
     return write_checkpoint(folder, state_at(step), config={}, ranks=1, keep=keep)
 
 
-def crash_at_line(nth, act):
-    """Cut the power before the nth line about checkpoints that something reaches. False if it ended first."""
-    lines = 0
+def crash_at_line(line, act):
+    """Cut the power before the line with this number among all that are executed in TRACED. False if it ended first."""
+    executed = 0
 
     def trace(frame, event, _):
-        nonlocal lines
-        if frame.f_code.co_filename not in (checkpoint.__file__, checkpoints.__file__):
+        nonlocal executed
+        if frame.f_code.co_filename not in TRACED:
             return None
         if event == "line":
-            lines += 1
-            if lines == nth:
+            executed += 1
+            if executed == line:
                 raise PowerCut
         return trace
 
@@ -57,24 +60,24 @@ def crash_at_line(nth, act):
 
 @pytest.mark.parametrize("step", [6, 7])
 def test_a_crash_at_any_line_leaves_a_good_checkpoint(tmp_path, step):
-    nth = 0
+    line = 0
     while True:
-        nth += 1
-        folder = tmp_path / str(nth)
+        line += 1
+        folder = tmp_path / str(line)
         write(folder, 5, keep=1)
         write(folder, 6, keep=1)
-        crashed = crash_at_line(nth, lambda folder=folder: write(folder, step, keep=1))
-        found = newest_valid_checkpoint(folder, pytest.fail)
-        assert found is not None
-        assert found.name in ("step-000006", f"step-{step:06d}")
+        crashed = crash_at_line(line, lambda folder=folder: write(folder, step, keep=1))
+        newest = newest_valid_checkpoint(folder, pytest.fail)
+        assert newest is not None
+        assert newest.name in ("step-000006", f"step-{step:06d}")
         restored = state_at(1)
-        restore(found, restored)
-        assert torch.equal(restored.policy.weight, state_at(int(found.name[5:])).policy.weight)
+        restore(newest, restored)
+        assert torch.equal(restored.policy.weight, state_at(int(newest.name[5:])).policy.weight)
         write(folder, 9, keep=1)  # and the next one sweeps up
         assert [path.name for path in folder.iterdir()] == ["step-000009"]
         if not crashed:
             break
-    assert nth > 10
+    assert line > {6: 10, 7: 50}[step]
 
 
 def test_the_newest_are_the_highest_steps_whatever_their_digits(tmp_path):
@@ -93,7 +96,7 @@ def test_a_damaged_description_is_damage(tmp_path, damage):
     assert "step-000006 is damaged" in warned[0]
 
 
-def test_when_all_are_damaged_nothing_is_started_over(tmp_path):
+def test_when_all_are_damaged_no_run_is_started_over(tmp_path):
     (write(tmp_path, 5) / "optimizer.pt").unlink()
     with pytest.raises(UserError, match=r"Every checkpoint .* is damaged"):
         newest_valid_checkpoint(tmp_path, lambda text: None)
@@ -105,7 +108,7 @@ def test_a_checkpoint_names_what_made_it(tmp_path):
     assert set(meta["sha256"]) == {"policy.safetensors", "optimizer.pt", "ema.safetensors", "checkpoint.json"}
 
 
-def test_whether_a_step_is_fused_is_up_to_the_device_that_resumes(tmp_path):
+def test_whether_a_step_is_fused_depends_on_the_device_that_resumes(tmp_path):
     written, resumed = state_at(3), state_at(4)
     for group in written.optimizer.param_groups:
         group["fused"] = None  # as where torch has no fused AdamW

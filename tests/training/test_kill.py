@@ -30,29 +30,41 @@ def unbroken(tmp_path_factory):
 
 
 def test_killed_in_mid_step_and_while_writing_then_resumed(tmp_path, unbroken):
-    words = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--resume")
+    arguments = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--resume")
     # seconds after a step was logged: at once (the checkpoint is being written), in the reward, near the update
     for steps, delay in ((2, 0.0), (5, 0.05), (8, 0.002), (11, 0.1)):
-        process = start(*words)
+        process = start(*arguments)
         wait_for_steps(tmp_path, steps, process)
         time.sleep(delay)
         kill(process)
-    ended = groupwise(*words)
+    ended = groupwise(*arguments)
     assert ended.returncode == 0, ended.stderr
     assert result_of(tmp_path) == unbroken
 
 
 def test_ctrl_c_writes_a_checkpoint_and_leaves_cleanly(tmp_path, unbroken):
-    words = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--checkpoint-every", "100")
-    process = start(*words)
+    arguments = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--checkpoint-every", "100")
+    process = start(*arguments)
     wait_for_steps(tmp_path, 3, process)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
-    assert process.returncode == 130, said
-    assert "checkpoint written" in said
-    assert "Traceback" not in said
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 130, stderr
+    assert "checkpoint written" in stderr
+    assert "Traceback" not in stderr
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{len(read_jsonl(tmp_path / 'metrics.jsonl')):06d}"
-    ended = groupwise(*words, "--resume")
+    ended = groupwise(*arguments, "--resume")
     assert ended.returncode == 0, ended.stderr
     assert result_of(tmp_path) == unbroken
+
+
+def test_two_runs_never_share_a_folder_and_a_killed_one_leaves_it_free(tmp_path):
+    arguments = ("train", "fakes:slow_recipe", "--run-dir", tmp_path, "--resume")
+    process = start(*arguments, "--steps", "2000")  # minutes
+    wait_for_steps(tmp_path, 1, process)
+    refused = groupwise(*arguments)
+    assert refused.returncode == 2
+    assert "Another process is training in" in refused.stderr
+    kill(process)
+    ended = groupwise(*arguments)
+    assert ended.returncode == 0, ended.stderr

@@ -1,4 +1,4 @@
-"""A workload's own metrics: means over the rows of all ranks that have the number; alarms are told once."""
+"""A workload's own metrics: means over the rows of all ranks that have the number; warnings are shown once."""
 
 from dataclasses import replace
 
@@ -26,11 +26,11 @@ class MeasuredReporter(gw.Reporter):
         }
 
     def step_warning(self, metrics):
-        return f"number is {metrics['number']:g}" if 1 <= self.asked() <= 3 else None
+        return f"number is {metrics['number']:g}" if 1 <= self.count_calls() <= 3 else None
 
     calls = 0
 
-    def asked(self):
+    def count_calls(self):
         type(self).calls += 1
         return type(self).calls - 1
 
@@ -51,7 +51,7 @@ def config_of(folder, kind):
     return replace(recipe(), workload=Chosen(), run=replace(recipe().run, run_dir=folder, preflight=False))
 
 
-def test_they_are_averaged_over_the_rows_that_have_them_and_alarms_are_told_when_they_begin(tmp_path, capsys):
+def test_metrics_are_averaged_over_the_rows_that_have_them_and_warnings_are_shown_when_they_begin(tmp_path, capsys):
     gw.train(config_of(tmp_path, Measured))
     metrics = read_jsonl(tmp_path / "metrics.jsonl")
     # 32 rows: 0 to 31, and 0, 2, ... 30
@@ -59,21 +59,21 @@ def test_they_are_averaged_over_the_rows_that_have_them_and_alarms_are_told_when
     assert metrics[0]["even_number"] == 15
     assert metrics[0]["none"] is None
     assert 0 < metrics[0]["pushed_up"] < 1
-    said = capsys.readouterr().err
-    assert said.count("Warning: Step 2: number is 15.5") == 1
-    assert said.count("number is 15.5") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.count("Warning: Step 2: number is 15.5") == 1
+    assert stderr.count("number is 15.5") == 1
 
 
-def test_a_measure_of_another_shape_is_refused(tmp_path):
+def test_a_metric_of_another_shape_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"step_metrics\(\) returned 'odd' of shape \(3,\) for 32 rows"):
         gw.train(config_of(tmp_path, Wrong))
 
 
-def test_samples_are_shown_as_a_table_when_asked_for(tmp_path, capsys):
+def test_samples_are_shown_as_a_table_every_few_steps(tmp_path, capsys):
     config = config_of(tmp_path, TinyWorkload)
     gw.train(replace(config, run=replace(config.run, show_samples_every=4)))
-    said = capsys.readouterr().err
-    assert "Samples of step 0" in said
-    assert "Samples of step 4" in said
-    assert "Samples of step 1" not in said
-    assert "advantage" in said
+    stderr = capsys.readouterr().err
+    assert "Samples of step 0" in stderr
+    assert "Samples of step 4" in stderr
+    assert "Samples of step 1" not in stderr
+    assert "advantage" in stderr

@@ -12,14 +12,14 @@ from groupwise.training.run import set_up
 from groupwise.training.update import StepTotals, TrainingBatch
 
 
-class OwnCuts(TinyWorkload):
-    """Cuts the odd rows first, in passes of uneven size."""
+class OwnPasses(TinyWorkload):
+    """Scores the odd rows first, in passes of uneven size."""
 
     seen = 0
 
     def passes(self, rollouts, rows_per_pass):
-        every = torch.arange(len(rollouts))
-        for part in (every[1::2], every[::2]):
+        rows = torch.arange(len(rollouts))
+        for part in (rows[1::2], rows[::2]):
             yield from part.split(max(1, rows_per_pass - 1))
 
     def score(self, rollouts):
@@ -37,7 +37,7 @@ class OwnConfig(TinyConfig):
     broken: bool = False
 
     def build(self, device):
-        return (LosesRows if self.broken else OwnCuts)(self, device)
+        return (LosesRows if self.broken else OwnPasses)(self, device)
 
 
 def batch_of(config):
@@ -46,11 +46,11 @@ def batch_of(config):
     return setup.workload, TrainingBatch(rollouts, torch.arange(len(rollouts)), StepTotals(1, 1))
 
 
-def test_a_workload_may_cut_its_own_passes():
+def test_a_workload_may_split_its_passes_itself():
     workload, batch = batch_of(replace(recipe(), workload=OwnConfig()))
-    cuts = list(batch.passes(workload, 8))
-    assert [rows.tolist() for _, rows in cuts][:2] == [[1, 3, 5, 7, 9, 11, 13], [15, 17, 19, 21, 23, 25, 27]]
-    for part, rows in cuts:
+    passes = list(batch.passes(workload, 8))
+    assert [rows.tolist() for _, rows in passes][:2] == [[1, 3, 5, 7, 9, 11, 13], [15, 17, 19, 21, 23, 25, 27]]
+    for part, rows in passes:
         torch.testing.assert_close(part.logp, batch.rollouts.logp[rows])
 
 
@@ -60,7 +60,7 @@ def test_rows_that_no_pass_holds_are_refused():
         list(batch.passes(workload, 8))
 
 
-def test_the_order_of_cuts_does_not_change_the_run():
+def test_the_order_of_passes_does_not_change_the_run():
     metrics = []
     for workload in (TinyConfig(), OwnConfig()):
         setup = set_up(replace(recipe(), workload=workload, steps=2))

@@ -51,14 +51,14 @@ class BrokenConfig(TinyConfig):
 
 def failed_checks(kind):
     checks, _ = check(replace(recipe(), workload=BrokenConfig(kind=kind)))
-    return {found.name: found.detail for found in checks if not found.passed}
+    return {entry.name: entry.detail for entry in checks if not entry.passed}
 
 
 def test_a_sound_set_up_passes_all_eight():
     checks, is_main = check(recipe())
     assert is_main
     assert len(checks) == 8
-    assert all(found.passed for found in checks)
+    assert all(entry.passed for entry in checks)
 
 
 class WithoutGraph(TinyWorkload):
@@ -111,7 +111,7 @@ class RunningNorm(TinyWorkload):
         (RaisingReward, "rewards arrive", "rewards() of RaisingReward raised KeyError: 'answer'"),
     ],
 )
-def test_faults_that_would_otherwise_crash_are_told(kind, name, says):
+def test_faults_that_would_otherwise_crash_are_reported(kind, name, says):
     assert says in failed_checks(kind)[name]
 
 

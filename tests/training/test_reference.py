@@ -32,15 +32,15 @@ def defined_loss(batch, advantages, scores, loss):
     """The definitions, with Python's loops over rows and decisions and torch only for the graph."""
     rollouts, rewards, trained = batch.rollouts, batch.rewards.total, advantages.trained
     rows = [row for row in range(len(rollouts)) if trained[row] and rollouts.mask[row].any()]
-    places = {row: [d for d in range(rollouts.mask.shape[1]) if rollouts.mask[row, d]] for row in rows}
-    decisions = sum(len(own) for own in places.values())
+    positions = {row: [d for d in range(rollouts.mask.shape[1]) if rollouts.mask[row, d]] for row in rows}
+    decisions = sum(len(indices) for indices in positions.values())
     total = torch.zeros((), dtype=torch.float64)
     for row in rows:
-        share = {"decisions": decisions, "rollouts": len(places[row]) * len(rows), "constant": loss.constant}[
+        share = {"decisions": decisions, "rollouts": len(positions[row]) * len(rows), "constant": loss.constant}[
             loss.denominator
         ]
-        changes = [scores.logp[row, d] - rollouts.logp[row, d] for d in places[row]]
-        for d, change in zip(places[row], changes, strict=True):
+        changes = [scores.logp[row, d] - rollouts.logp[row, d] for d in positions[row]]
+        for d, change in zip(positions[row], changes, strict=True):
             a = advantages.values[row].item()
             if loss.kind == "clipped":
                 ratio = torch.exp(sum(changes) / len(changes) if loss.ratio == "rollout" else change)
@@ -55,7 +55,7 @@ def defined_loss(batch, advantages, scores, loss):
             for i, j in itertools.permutations(rows, 2)
             if rollouts.group_ids[i] == rollouts.group_ids[j] and rewards[i] > rewards[j]
         ]
-        logp = {row: sum(scores.logp[row, d] for d in places[row]) for row in rows}
+        logp = {row: sum(scores.logp[row, d] for d in positions[row]) for row in rows}
         total = total + sum(torch.log(1 + torch.exp(logp[j] - logp[i])) for i, j in pairs) / len(pairs)
     return total
 

@@ -27,8 +27,8 @@ from groupwise.training.run import set_up
 def test_the_rounds_of_a_step_draw_no_condition_twice_and_share_no_group(step, seed, kind):
     shape = StepShape(25, 4, 2, ranks=2, rows_per_pass=2, placement=kind)
     rounds = [place(shape, seed=seed, step=step, round_index=index, rounds=3) for index in range(3)]
-    conditions = torch.cat([each.condition.unique() for each in rounds])
-    groups = torch.cat([each.group.unique() for each in rounds])
+    conditions = torch.cat([placement.condition.unique() for placement in rounds])
+    groups = torch.cat([placement.group.unique() for placement in rounds])
     assert len(conditions.unique()) == len(groups.unique()) == 12
     following = place(shape, seed=seed, step=step + 1, round_index=0, rounds=3)
     assert following.group.min() == groups.max() + 1
@@ -62,7 +62,7 @@ def test_rounds_are_joined_rank_by_rank_and_one_round_stays_as_it_is():
         placement = place(shape, seed=0, step=0, round_index=index, rounds=2)
         rank_rows = placement.rows_of(0)
         rollouts = gw.Rollouts(rank_rows.group, torch.zeros(2, 1 + index), torch.ones(2, 1 + index, dtype=torch.bool))
-        terms = gw.RewardTerms({"right": placement.member.double()}, per_decision={"each": torch.ones(4, 3)})
+        terms = gw.RewardTerms({"right": placement.member.double()}, per_decision={"step": torch.ones(4, 3)})
         return Round(placement, rollouts, placement.group, weigh(terms, gw.RewardConfig()))
 
     rounds = [round_of(0), round_of(1)]
@@ -118,8 +118,8 @@ class MutedAtTimes(SpreadAtTimes):
     """Of the conditions worth telling apart, the even ones are masked whole (as truncated answers can be)."""
 
     def rollout(self, rows):
-        found = super().rollout(rows)
-        return replace(found, mask=found.mask & (rows.condition % 2 != 0)[:, None])
+        rollouts = super().rollout(rows)
+        return replace(rollouts, mask=rollouts.mask & (rows.condition % 2 != 0)[:, None])
 
     def rewards(self, rollouts):
         heard = replace(rollouts, mask=torch.ones_like(rollouts.mask))
@@ -142,7 +142,7 @@ def test_a_group_that_is_masked_whole_takes_no_place_and_is_replaced():
     assert any(step.metrics["groups_sampled"] > 4 for step in filled)
 
 
-def test_what_is_refilled_does_not_depend_on_placement_or_cut():
+def test_what_is_refilled_does_not_depend_on_placement_or_pass_size():
     whole, weights = steps_of(small(refill=2))
     other, others = steps_of(small(refill=2, placement="shuffled", rows_per_pass=1))
     assert_close(weights, others, rtol=0, atol=1e-9)

@@ -57,6 +57,19 @@ def test_a_run_leaves_its_folder_and_learns(tmp_path):
     assert {"groupwise", "torch", "accelerate", "python"} == set(versions)
 
 
+def test_the_summary_compares_the_first_and_the_last_tenth_of_all_steps(tmp_path):
+    for steps in (12, 24):  # the second time resumed: the earlier steps count too
+        summary = gw.train(config_in(tmp_path / "a", steps=steps, run={"resume": True}))
+        rewards = [entry["reward"] for entry in read_jsonl(tmp_path / "a" / "metrics.jsonl")]
+        tenth = {12: 1, 24: 2}[steps]
+        for shown, values in (
+            (summary.reward_first_tenth, rewards[:tenth]),
+            (summary.reward_last_tenth, rewards[-tenth:]),
+        ):
+            assert shown.mean == pytest.approx(sum(values) / tenth)
+            assert shown.std == pytest.approx(abs(values[0] - values[-1]) / 2)  # of one number 0, of two half the gap
+
+
 def test_stopped_and_resumed_is_the_run_that_was_never_stopped(tmp_path):
     gw.train(config_in(tmp_path / "whole"))
     gw.train(config_in(tmp_path / "halves"))
@@ -71,7 +84,7 @@ def test_stopped_and_resumed_is_the_run_that_was_never_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "meta"])
-def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path, damage, capsys):
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage, capsys):
     gw.train(config_in(tmp_path / "a"))
     whole = files_of(tmp_path / "a", 6)
     newest = tmp_path / "a" / "checkpoints" / "step-000006"
@@ -84,9 +97,9 @@ def test_a_damaged_checkpoint_is_passed_over_loudly(tmp_path, damage, capsys):
         target.write_bytes({"flip": bytes(raw), "cut": bytes(raw[:-9]), "meta": b"{"}[damage])
     capsys.readouterr()
     gw.train(config_in(tmp_path / "a", run={"resume": True}))
-    said = capsys.readouterr().err
-    assert "step-000006 is damaged" in said
-    assert "after step 4" in said
+    stderr = capsys.readouterr().err
+    assert "step-000006 is damaged" in stderr
+    assert "after step 4" in stderr
     assert files_of(tmp_path / "a", 6) == whole
 
 
@@ -113,6 +126,7 @@ def test_a_folder_with_another_run_and_one_in_use_are_refused(tmp_path):
     with pytest.raises(UserError, match="Another process is training"):
         gw.train(config_in(tmp_path / "a", run={"resume": True}))
     holder.release()
+    holder.release()  # harmless
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         gw.train(config_in(tmp_path / "file" / "a"))
@@ -171,7 +185,7 @@ def test_tensorboard_receives_the_metrics(tmp_path):
     )
 
 
-def test_evaluation_uses_the_average_and_comes_when_asked(tmp_path):
+def test_evaluation_uses_the_average_and_runs_every_few_steps(tmp_path):
     config = config_in(tmp_path / "a", run={"eval_every": 3})
     gw.train(config)
     evaluation = json.loads((tmp_path / "a" / "eval.json").read_text())
@@ -189,7 +203,7 @@ def test_evaluation_uses_the_average_and_comes_when_asked(tmp_path):
     assert set(own) == set(average)
 
 
-def test_the_advantage_that_was_asked_for_is_the_one_that_trains(tmp_path):
+def test_the_configured_advantage_is_the_one_that_trains(tmp_path):
     samples = {}
     for kind in ("centered", "leave_one_out"):
         gw.train(
@@ -282,30 +296,30 @@ def test_functions_and_paths_in_a_config_survive_too():
 
 @dataclass(frozen=True)
 class Measures(TinyConfig):
-    """Measures something when it is built, each time with another result, unless it is told what was found."""
+    """Measures something when it is built, each time with another result, unless the result is given."""
 
-    found: str = ""
+    measured: str = ""
 
     def build(self, device):
-        workload, found = super().build(device), self.found or json.dumps({"measured": time.perf_counter()})
-        workload.checkpoint_files = lambda: {"found.json": found.encode()}
+        workload, measured = super().build(device), self.measured or json.dumps({"measured": time.perf_counter()})
+        workload.checkpoint_files = lambda: {"measured.json": measured.encode()}
         return workload
 
     def for_resume(self, checkpoint):
-        return replace(self, found=(checkpoint / "found.json").read_text())
+        return replace(self, measured=(checkpoint / "measured.json").read_text())
 
 
-def test_what_a_workload_made_anew_is_taken_from_the_checkpoint(tmp_path):
+def test_what_a_workload_would_measure_again_is_read_from_the_checkpoint(tmp_path):
     first = config_in(tmp_path / "a", steps=2, workload=Measures())
     gw.train(first)
     evaluate(first, RunFolder(tmp_path / "a"), pytest.fail)
     gw.train(config_in(tmp_path / "a", steps=4, workload=Measures(), run={"resume": True}))
-    two, four = (tmp_path / "a" / "checkpoints" / f"step-00000{step}" / "found.json" for step in (2, 4))
+    two, four = (tmp_path / "a" / "checkpoints" / f"step-00000{step}" / "measured.json" for step in (2, 4))
     assert two.read_bytes() == four.read_bytes()
 
 
-def test_a_knob_of_memory_that_the_user_sets_anew_counts_on_resume():
-    """What was lowered when memory ran out is then forgotten."""
+def test_a_memory_setting_that_the_user_changes_applies_on_resume():
+    """Limits that were halved when memory ran out then no longer apply."""
     plain = to_dict(recipe())
     assert memory_settings(plain) == [4, None, None, None, None]
     assert memory_settings({**plain, "workload": {**plain["workload"], "decode_rows": 8}})[:2] == [4, 8]

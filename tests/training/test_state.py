@@ -28,7 +28,7 @@ def test_the_average_by_hand():
     assert ema.weights["weight"].item() == 2.0  # 0.75 x 1 + 0.25 x 5
 
 
-def test_evaluation_borrows_the_average_and_leaves_the_policy_as_it_was():
+def test_evaluation_swaps_in_the_average_and_leaves_the_policy_as_it_was():
     policy = nn.Linear(3, 2)
     state = create_state(policy, OptimizerConfig(ema_decay=0.5))
     kept = {name: weight.clone() for name, weight in trainable_weights(policy).items()}
@@ -83,13 +83,13 @@ def test_a_step_is_fused_and_the_unfused_one_within_rounding(layout, dtype):
     state = create_state(policy, CONFIG)
     assert state.fused is (layout == "contiguous")
     plain = torch.optim.AdamW([other], lr=0.1, betas=CONFIG.betas, weight_decay=0.1, foreach=False)
-    found, expected = trained(state.optimizer, policy.weight), trained(plain, other)
+    fused, expected = trained(state.optimizer, policy.weight), trained(plain, other)
     # bfloat16: weights of 2 to 4 are multiples of 1/64, and so far off in each step unfused, by half of it fused
-    assert_close(found, expected, **({"rtol": 0, "atol": 5 * 1.5 / 64} if dtype is torch.bfloat16 else {}))
-    assert (found - before).abs().mean() > 0.1
+    assert_close(fused, expected, **({"rtol": 0, "atol": 5 * 1.5 / 64} if dtype is torch.bfloat16 else {}))
+    assert (fused - before).abs().mean() > 0.1
 
 
-def test_room_for_a_step_by_hand():
+def test_reserved_memory_of_a_step_by_hand():
     """400 bytes of weight: two moments before the first step, and without fusing, one result in every step."""
     for numbers, first, later in ((torch.zeros(10, 10), 800, 0), (torch.zeros(10, 11)[:, :10], 1200, 400)):
         policy = nn.Module()

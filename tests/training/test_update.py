@@ -49,7 +49,7 @@ def changed(config, *, optimizer=None, **fields):
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 @pytest.mark.parametrize("updates", [1, 3])
-def test_every_cut_gives_the_same_gradient(loss, updates):
+def test_every_pass_size_gives_the_same_gradient(loss, updates):
     config = changed(recipe(), loss=loss, optimizer={"updates_per_step": updates, "max_grad_norm": None})
     config = replace(
         config,
@@ -74,7 +74,9 @@ def test_the_entropy_bonus_falls_in_a_straight_line(step, weight):
         setup, batch, advantages = one_step(config)
         setup.state.step = step
         update(setup, batch, advantages)
-        gradients.append(torch.cat([each.grad.flatten() for each in trainable_weights(setup.workload.policy).values()]))
+        gradients.append(
+            torch.cat([weight.grad.flatten() for weight in trainable_weights(setup.workload.policy).values()])
+        )
     assert_close(*gradients, rtol=0, atol=1e-12)
 
 
@@ -103,7 +105,7 @@ def test_groups_without_spread_change_nothing_but_are_counted(kind):
     assert not (torch.cat(scored) < 20).any(), "a group without spread paid for a forward pass"
 
 
-def test_a_step_without_any_spread_moves_nothing_not_even_by_momentum():
+def test_a_step_without_any_spread_changes_no_weight_not_even_by_momentum():
     config = changed(recipe(), optimizer={"weight_decay": 0.1})
     setup, batch, advantages = one_step(config)
     update(setup, batch, advantages)
@@ -125,7 +127,7 @@ def test_the_first_ratio_is_one_and_later_ones_are_not():
     assert metrics[2]["ratio_max"] > 1.01
 
 
-def test_ranking_has_the_gradient_of_the_loss_over_all_siblings_at_once():
+def test_ranking_has_the_gradient_of_the_loss_over_all_members_at_once():
     config = changed(
         recipe(), loss=LossConfig(kind="ranking"), optimizer={"updates_per_step": 1, "max_grad_norm": None}
     )
@@ -140,8 +142,8 @@ def test_ranking_has_the_gradient_of_the_loss_over_all_siblings_at_once():
     )
     loss = pairwise_ranking(rows, rewards, rollouts.group_ids, denominator=float(pairs))
     expected = torch.autograd.grad(loss, list(setup.workload.policy.parameters()))
-    found = gradient_of(config)
-    assert_close(found, torch.cat([gradient.flatten() for gradient in expected]), rtol=0, atol=1e-12)
+    gradient = gradient_of(config)
+    assert_close(gradient, torch.cat([part.flatten() for part in expected]), rtol=0, atol=1e-12)
 
 
 def test_gradients_are_scaled_down_to_the_limit():

@@ -150,8 +150,8 @@ MEMORY_SETTINGS = (
     "rows_per_pass",
     "workload.decode_rows",
     "workload.tokens_per_pass",
-    "workload.encode_rows_per_pass",
-    "workload.eval_rows_per_pass",
+    "workload.encode_rows",
+    "workload.eval_rows",
 )
 """Fields that limit how many rows or tokens are processed at once. They change no result."""
 MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_SETTINGS)

@@ -159,7 +159,7 @@ def needs_round(rounds: Sequence[Round], config: Config, comm: Comm) -> bool:
         return True
     if len(rounds) > config.refill:
         return False
-    return sum(groups_with_spread(each, comm) for each in rounds) < config.conditions_per_step
+    return sum(groups_with_spread(batch, comm) for batch in rounds) < config.conditions_per_step
 
 
 def groups_with_spread(batch: Round, comm: Comm) -> int:
@@ -172,7 +172,7 @@ def join_rounds(rounds: Sequence[Round]) -> Round:
     """All rounds as one: rank after rank, and within a rank round after round."""
     if len(rounds) == 1:
         return rounds[0]
-    first, placements = rounds[0], [each.placement for each in rounds]
+    first, placements = rounds[0], [batch.placement for batch in rounds]
 
     def join(columns: Sequence[Tensor]) -> Tensor:
         by_rank = [column.unflatten(0, (first.placement.shape.ranks, -1)) for column in columns]
@@ -185,24 +185,24 @@ def join_rounds(rounds: Sequence[Round]) -> Round:
             member=join([placement.member for placement in placements]),
             condition=join([placement.condition for placement in placements]),
         ),
-        concatenate_rollouts([each.rollouts for each in rounds]),
-        join([each.group_ids for each in rounds]),
-        _join_rewards([each.rewards for each in rounds], join),
+        concatenate_rollouts([batch.rollouts for batch in rounds]),
+        join([batch.group_ids for batch in rounds]),
+        _join_rewards([batch.rewards for batch in rounds], join),
     )
 
 
-def _join_rewards(rewards: Sequence[Rewards], join: Callable[[Sequence[Tensor]], Tensor]) -> Rewards:
+def _join_rewards(rounds: Sequence[Rewards], join: Callable[[Sequence[Tensor]], Tensor]) -> Rewards:
     def join_terms(terms: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         return {name: join([columns[name] for columns in terms]) for name in terms[0]}
 
-    per_decision = [each.per_decision for each in rewards if each.per_decision is not None]
+    per_decision = [rewards.per_decision for rewards in rounds if rewards.per_decision is not None]
     return Rewards(
-        join([each.total for each in rewards]),
+        join([rewards.total for rewards in rounds]),
         RewardTerms(
-            join_terms([each.terms.per_rollout for each in rewards]),
-            per_decision=join_terms([each.terms.per_decision for each in rewards]),
+            join_terms([rewards.terms.per_rollout for rewards in rounds]),
+            per_decision=join_terms([rewards.terms.per_decision for rewards in rounds]),
         ),
-        sum(each.missing for each in rewards),
+        sum(rewards.missing for rewards in rounds),
         join(per_decision) if per_decision else None,
     )
 

@@ -18,7 +18,7 @@ def workload_of(config=None, **task):
 
 def test_a_clip_depends_on_its_condition_and_the_seed_only():
     clips = generate_held_out(workload_of(), torch.arange(4))
-    split = generate_held_out(workload_of(SmallConfig(eval_rows_per_pass=1)), torch.tensor([3, 1]))
+    split = generate_held_out(workload_of(SmallConfig(eval_rows=1)), torch.tensor([3, 1]))
     assert_close(split, clips[[3, 1]], rtol=0, atol=1e-5)
     assert not torch.allclose(generate_held_out(workload_of(SmallConfig(eval_seed=1)), torch.arange(4)), clips)
 

@@ -60,7 +60,7 @@ def unlimited(tmp_path_factory):
 
 @pytest.mark.parametrize("step_rewards", [False, True])
 def test_fewer_clips_are_decoded_at_a_time(tmp_path, unlimited, step_rewards):
-    metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=8, step_rewards=step_rewards))
+    metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows=8, step_rewards=step_rewards))
     assert [entry["oom_retries"] for entry in metrics] == [2, 0]
     assert [entry["encode_rows"] for entry in metrics] == [2, 2]
     assert {entry["rows_per_pass"] for entry in metrics} == {4}
@@ -72,7 +72,7 @@ def test_fewer_clips_are_decoded_at_a_time(tmp_path, unlimited, step_rewards):
 
 
 def test_then_fewer_groups_are_rewarded_at_a_time(tmp_path, unlimited):
-    metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows_per_pass=2, max_rewarded=4))
+    metrics, weights = run_of(tmp_path, LargeConfig(reference=True, encode_rows=2, max_rewarded=4))
     # 2 -> 1 in vain, then 16 -> 8 -> 4: one group
     assert [entry["oom_retries"] for entry in metrics] == [3, 0]
     assert [(entry["encode_rows"], entry["reward_rows"]) for entry in metrics] == [(1, 4)] * 2

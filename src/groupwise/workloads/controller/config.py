@@ -154,13 +154,13 @@ class ControllerConfig(WorkloadConfig):
     added as name=FUNCTION."""
     policy_seed: int = 0
     """Seed of the controller's initial weights."""
-    eval_rows_per_pass: int = 64
+    eval_rows: int = 64
     """Held-out conditions that are answered together. A memory knob."""
     eval: ControllerEvalConfig = field(default_factory=ControllerEvalConfig)
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")
-        require(self.eval_rows_per_pass >= 1, "workload.eval_rows_per_pass", self.eval_rows_per_pass, "at least 1")
+        require(self.eval_rows >= 1, "workload.eval_rows", self.eval_rows, "at least 1")
 
     def task(self, device: torch.device) -> Task:
         """The model with its executor, the questions and the estimator; the same on every rank."""

@@ -55,7 +55,7 @@ class ControllerWorkload(Workload):
         self.policy = ControllerNetwork(hidden_states.width, self.options, seed=config.policy_seed).to(device)
         self.controller = Controller(self.policy, hidden_states, device)
         self.register_precomputed(questions)
-        self.row_limits = {"eval_rows": config.eval_rows_per_pass}
+        self.row_limits = {"eval_rows": config.eval_rows}
 
     @property
     def eval_rows(self) -> int:

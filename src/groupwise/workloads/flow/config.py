@@ -27,17 +27,17 @@ class FlowConfig(WorkloadConfig):
     """Keep only the blocks' inputs for the backward pass and recompute the rest: less memory, the same result."""
     cached_conditions: int = 1024
     """Conditions whose encodings are kept in memory; the least recently used are encoded again when needed."""
-    encode_rows_per_pass: int = 4
+    encode_rows: int = 4
     """Conditions that are encoded together, and clips that are decoded together. A memory setting: halved when memory
     runs out there."""
-    eval_rows_per_pass: int = 8
+    eval_rows: int = 8
     """Held-out clips that are generated together. A memory setting."""
     eval_seed: int = 0
     """Seed of the noise that held-out clips are generated from: the same before and after training."""
 
     def __post_init__(self) -> None:
         require_types(self, "workload.")
-        for name in ("cached_conditions", "encode_rows_per_pass", "eval_rows_per_pass"):
+        for name in ("cached_conditions", "encode_rows", "eval_rows"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def task(self, device: torch.device) -> FlowTask:

@@ -31,7 +31,7 @@ def evaluate_held_out(workload: FlowWorkload) -> Mapping[str, float]:
 
 @torch.no_grad()
 def generate_held_out(workload: FlowWorkload, indices: Tensor) -> Tensor:
-    """Clips of these held-out conditions under the current policy, `eval_rows_per_pass` at a time."""
+    """Clips of these held-out conditions under the current policy, `eval_rows` at a time."""
     config, steps = workload.config, workload.config.sampling.num_inference_steps
     denoiser = Denoiser(config.sampling, workload.latent_shape, range(steps, steps), workload.device)
     rows_per_pass = workload.row_limits["eval_rows"]

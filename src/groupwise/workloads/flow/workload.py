@@ -34,12 +34,12 @@ class FlowWorkload(Workload):
         self.policy = self.model.policy
         self.num_conditions = len(task.conditions)
         self.group_ids = group_ids(task.conditions)
-        limits = {"max_cached": config.cached_conditions, "encode_rows": config.encode_rows_per_pass}
+        limits = {"max_cached": config.cached_conditions, "encode_rows": config.encode_rows}
         if config.gradient_checkpointing:
             enable_gradient_checkpointing(self.policy)
         self.conditioning = ConditioningCache(self.model, task.conditions, **limits)
         self.held_out_conditioning = ConditioningCache(self.model, task.held_out, **limits)
-        self.row_limits = {"encode_rows": config.encode_rows_per_pass, "eval_rows": config.eval_rows_per_pass}
+        self.row_limits = {"encode_rows": config.encode_rows, "eval_rows": config.eval_rows}
 
     def _check_conditions(self) -> None:
         check_latent_shape(self.model.condition_spec)

@@ -109,7 +109,7 @@ class RecamConfig(PipelineConfig):
             pixels=3 * self.frames * self.height * self.width,
             guided=self.sampling.guidance_scale != 1,
             shared_noise=self.sampling.shared_noise,
-            decode_rows=self.encode_rows_per_pass,
+            decode_rows=self.encode_rows,
             checkpointing=self.gradient_checkpointing,
             lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
             camera_only=self.train.part == "camera",

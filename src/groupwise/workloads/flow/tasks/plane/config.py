@@ -52,7 +52,7 @@ class PlaneConfig(FlowConfig):
             text_tokens=PROMPT_WORDS,
             guided=self.sampling.guidance_scale != 1,
             shared_noise=self.sampling.shared_noise,
-            decode_rows=self.encode_rows_per_pass,
+            decode_rows=self.encode_rows,
             checkpointing=self.gradient_checkpointing,
             storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
         )
