@@ -197,7 +197,7 @@ def read_splits(config: VqaConfig, loaded: LoadedModel) -> QuestionSplits:
         questions[Split.SELECT],
         questions.get(Split.TEST, []),
         errors,
-        len(entries) + len(row_filter.messages) + len(row_filter.messages),
+        len(entries) + len(row_filter.messages),
     )
 
 
