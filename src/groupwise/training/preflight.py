@@ -26,6 +26,10 @@ RATIO_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-
 """Largest difference between sampled and recomputed log-probability, by the dtype of the log-probabilities."""
 
 
+NOTE = "note"
+"""The name of what is no check: information from the workload, shown with the checks."""
+
+
 @dataclass(frozen=True)
 class Check:
     name: str
@@ -39,7 +43,7 @@ def preflight(setup: Setup) -> list[Check]:
     buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
     placement = place(setup.shape, seed=config.seed, step=state.step, rounds=1 + config.refill)
     checks = [_shape_fits(setup.shape), _parameters_agree(state, comm)]
-    checks += [Check("note", True, note) for note in setup.workload.reporter.preflight_notes()]
+    checks += [Check(NOTE, True, note) for note in setup.workload.reporter.preflight_notes()]
     rollouts = retry("rollout", generate_rollouts, setup, placement)
     checks.append(_as_check("members share their condition", partial(_check_group_ids, rollouts, placement, comm)))
     checks.append(retry("reward", _as_check, "rewards arrive", partial(_check_rewards, setup, rollouts)))

@@ -17,7 +17,7 @@ from groupwise.core.units import format_bytes
 from groupwise.memory.measure import MemoryUsage
 from groupwise.training.config import Config
 from groupwise.training.loop import StepResult
-from groupwise.training.preflight import Check
+from groupwise.training.preflight import NOTE, Check
 
 
 class ProgressBar:
@@ -155,5 +155,5 @@ def check_table(checks: Sequence[Check]) -> Table:
     table = Table(title="Preflight", title_justify="left", box=None, show_header=False)
     for check in checks:
         mark = "[green]passed[/]" if check.passed else "[red]FAILED[/]"
-        table.add_row(mark, check.name, check.detail)
+        table.add_row(*(("note", "", check.detail) if check.name == NOTE else (mark, check.name, check.detail)))
     return table
