@@ -1,6 +1,5 @@
 """Every command and snippet in README and docs runs, in shrunken form: a documented command is never refused."""
 
-import json
 import re
 import shutil
 
@@ -50,7 +49,7 @@ def write_clips(folder):
 
 def write_qwen_config(folder):
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(qwen3().to_dict(), default=str))
+    (folder / "config.json").write_text(qwen3().config.to_json_string(use_diff=False))
 
 
 FIXTURES = {

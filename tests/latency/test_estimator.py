@@ -1,12 +1,15 @@
 """Coefficients by hand, estimates that grow with the work, and quantiles that hold on held-out answers."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from processes import ENVIRONMENT
 
 from groupwise.core.errors import UserError
 from groupwise.latency.estimator import LatencyEstimator, conformal_quantile, cross_folds
@@ -252,3 +255,16 @@ def test_a_coefficient_without_observations_is_not_guessed():
     predict(estimator, features(4, 12, 4, steps=0.0))
     with pytest.raises(UserError, match=r"decode.steps, decode.block_steps was 0 in all observations"):
         predict(estimator, features(4, 12, 4, steps=1.0))
+
+
+def test_a_file_has_the_same_bytes_in_every_process(tmp_path):
+    """Checkpoints compare them: the order of fields must not depend on a process's hash seed."""
+    program = (
+        "import sys; from pathlib import Path;"
+        "from tiny.estimator import fixed_estimator; from tiny.llava import llava_olmoe;"
+        "fixed_estimator(llava_olmoe()).save(Path(sys.argv[1]))"
+    )
+    for seed in ("1", "2"):
+        environment = {**ENVIRONMENT, "PYTHONHASHSEED": seed}
+        subprocess.run([sys.executable, "-c", program, tmp_path / f"{seed}.json"], env=environment, check=True)
+    assert (tmp_path / "1.json").read_bytes() == (tmp_path / "2.json").read_bytes()

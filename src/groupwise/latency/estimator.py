@@ -32,7 +32,7 @@ from groupwise.latency.regression import (
 
 FOLDS = 3
 FILE_FORMAT = "groupwise latency estimator 2"
-_FILE_FIELDS = {"coefficients", "unobserved_features", "ratios", "model", "machine", "quantile"}
+_FILE_FIELDS = ("coefficients", "unobserved_features", "ratios", "model", "machine", "quantile")
 Ratios = Float[np.ndarray, " observations"]
 
 
@@ -230,7 +230,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_text())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}). Delete it and profile again.") from error
-    if not isinstance(fields, dict) or fields.pop("format", None) != FILE_FORMAT or set(fields) != _FILE_FIELDS:
+    if not isinstance(fields, dict) or fields.pop("format", None) != FILE_FORMAT or set(fields) != set(_FILE_FIELDS):
         raise UserError(f"{path} does not hold a {FILE_FORMAT}. Name another file, or profile the model again.")
     return fields
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require, require_types
@@ -99,7 +100,7 @@ class BudgetConfig:
     def is_hard(self) -> bool:
         return self.enforcement == "hard"
 
-    @property
+    @cached_property
     def budgets(self) -> tuple[Budget, ...]:
         return tuple(Budget(float(value), self.unit, self.scope) for value in self.values)
 
