@@ -16,7 +16,19 @@ from groupwise.workloads.base import ReportTable
 
 _BAR_WIDTH = 60
 _BAR_COLORS = ("blue", "cyan", "green", "yellow", "magenta", "red", "bright_blue", "bright_green", "bright_magenta")
-_CHART_COLORS = ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377", "#bbbbbb", "#223355", "#ee8866")
+_CHART_COLORS = (
+    "#4477aa",
+    "#66ccee",
+    "#228833",
+    "#ccbb44",
+    "#ee6677",
+    "#aa3377",
+    "#bbbbbb",
+    "#223355",
+    "#ee8866",
+    "#994455",
+    "#117733",
+)
 _FULL = 0.9
 """Share of the device from which reductions are shown even if the plan fits."""
 

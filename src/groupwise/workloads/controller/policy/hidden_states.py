@@ -63,21 +63,25 @@ class HiddenStateCache:
             is_registered = question.sample.name in {sample.name for sample in samples}
             samples = samples if is_registered else [question.sample]
             states = self.executor.run_prefix([PrefixItem(samples, tier) for tier in tier_names])
-            self._store(states)
+            tokens_by_key = self._stacked_tokens(states)
             if not is_registered:
                 passes.append(states)
+            del states
+            # Copied only now: long-lived tensors among the large ones of a pass would fragment the heap. A copy made
+            # outside inference mode can take part in autograd.
+            self._latency_tokens |= {key: tokens.cpu().float().clone() for key, tokens in tokens_by_key.items()}
         rows = zip(questions, tiers.tolist(), positions.tolist(), strict=True)
         tokens = [
             self._latency_tokens[question.sample.name, tier_names[tier]][position] for question, tier, position in rows
         ]
         return torch.stack(tokens), PrefixStates.merge(passes) if passes else None
 
-    def _store(self, states: PrefixStates) -> None:
+    def _stacked_tokens(self, states: PrefixStates) -> dict[PromptKey, Float[Tensor, "positions width"]]:
         positions = self.executor.options.insertion_positions
-        for key, by_position in states.latency_tokens.items():
-            # The stack is a copy outside inference mode, so that it can take part in autograd.
-            tokens = torch.stack([by_position[position] for position in positions])
-            self._latency_tokens[key] = tokens.cpu().float()
+        return {
+            key: torch.stack([by_position[position] for position in positions])
+            for key, by_position in states.latency_tokens.items()
+        }
 
 
 @torch.no_grad()
