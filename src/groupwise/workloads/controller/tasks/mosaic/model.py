@@ -50,7 +50,6 @@ FEWEST_BLOCKS = 12
 SMALLEST_TOP_K = 4
 # Blocks before the last insertion position always run.
 FIRST_DROPPABLE_BLOCK = 5
-IMPORTANCE_FILE = "importance.json"
 _PROBE_MOSAICS = 24
 
 

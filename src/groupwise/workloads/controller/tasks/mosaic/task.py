@@ -50,7 +50,8 @@ def _about_one(split: Split, index: int, handwriting: Handwriting, seed: int) ->
     rng = np.random.default_rng([seed, list(Split).index(split), index])
     mosaic = draw_mosaics(handwriting, 1, PLAIN_JITTER, rng)
     types = np.arange(len(QUESTION_TYPES))
-    drawn = draw_questions(np.repeat(mosaic.labels, len(QUESTION_TYPES), axis=0), types, rng)
+    labels, framed = (np.repeat(of_mosaic, len(QUESTION_TYPES), axis=0) for of_mosaic in (mosaic.labels, mosaic.framed))
+    drawn = draw_questions(labels, framed, types, rng)
     crops = {tier.value: cut(mosaic.pixels, tier)[0] for tier in Tier}
     questions = []
     for question_type, padded, length, answer in zip(
