@@ -23,6 +23,9 @@ BudgetScope = Literal["total", "first_token"]
 LARGEST_FRACTION = 4.0
 BUDGET_DIM, STAGE_ONE_DIM, STAGE_TWO_DIM, NUM_FREQUENCIES = 256, 256, 128, 16
 """Widths of the controller network: the encoded budget, its two stages, and the sinusoids of a budget."""
+OVERVIEW_SIDE = 12
+OVERVIEW_PIXELS = OVERVIEW_SIDE**2
+"""What stage one sees of an image, if it looks."""
 
 
 @dataclass(frozen=True)
@@ -145,10 +148,28 @@ class ControllerEvalConfig:
 
 
 @dataclass(frozen=True)
+class StageOneConfig:
+    """The decision before the model runs: how finely the image is cropped, and where stage two decides."""
+
+    sees: Literal["question", "overview"] = "overview"
+    """`question`: the words and the budget. `overview`: also the whole image in 12 x 12 gray pixels, which costs next
+    to nothing."""
+
+    def __post_init__(self) -> None:
+        require_types(self, "workload.stage1.")
+        require(self.sees in ("question", "overview"), "workload.stage1.sees", self.sees, "'question' or 'overview'")
+
+    @property
+    def sees_overview(self) -> bool:
+        return self.sees == "overview"
+
+
+@dataclass(frozen=True)
 class ControllerConfig(WorkloadConfig):
     """Subclass it beside a task: `task` returns the model, the questions and the latency estimator."""
 
     budget: BudgetConfig = field(default_factory=BudgetConfig)
+    stage1: StageOneConfig = field(default_factory=StageOneConfig)
     rewards: RewardFunctionsConfig = field(default_factory=lambda: RewardFunctionsConfig(functions=("exact",)))
     """How right an answer is: exact, vqa (soft match with several annotators), or a function or service of your own
     that takes (prompts, completions, answers, images). Without a name it is the reward `accuracy`; more rewards may be

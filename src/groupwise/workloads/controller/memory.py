@@ -14,7 +14,13 @@ from groupwise.core.errors import UserError
 from groupwise.memory.architecture import Architecture, architecture, read_model_config
 from groupwise.memory.plan import Reduction
 from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
-from groupwise.workloads.controller.config import BUDGET_DIM, NUM_FREQUENCIES, STAGE_ONE_DIM, STAGE_TWO_DIM
+from groupwise.workloads.controller.config import (
+    BUDGET_DIM,
+    NUM_FREQUENCIES,
+    OVERVIEW_PIXELS,
+    STAGE_ONE_DIM,
+    STAGE_TWO_DIM,
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,8 @@ class ControllerMemory:
     question_tokens: int
     options: tuple[int, int, int, int] = (3, 5, 5, 5)
     """How many tiers, insertion positions, top-ks and totals of blocks there are to choose from."""
+    sees_overview: bool = True
+    """Whether stage one looks at the overview."""
     dtype_bytes: int = 4
     new_tokens: int = 1
 
@@ -67,6 +75,8 @@ class ControllerMemory:
         heads = sum((width + 1) * count for width, count in zip(widths, self.options, strict=True) if count > 1)
         encoder = _linear(2 * NUM_FREQUENCIES, BUDGET_DIM) + _linear(BUDGET_DIM, BUDGET_DIM)
         inputs_one = _linear(self.text.width, STAGE_ONE_DIM) + _linear(BUDGET_DIM, STAGE_ONE_DIM)
+        if self.sees_overview:
+            inputs_one += OVERVIEW_PIXELS * STAGE_ONE_DIM
         inputs_two = _linear(self.text.width, STAGE_TWO_DIM) + _linear(BUDGET_DIM, STAGE_TWO_DIM)
         stage_one = inputs_one + _linear(2 * STAGE_ONE_DIM, STAGE_ONE_DIM)
         stage_two = inputs_two + positions * STAGE_TWO_DIM + _linear(STAGE_TWO_DIM, STAGE_TWO_DIM)

@@ -50,7 +50,7 @@ def controller_step(
     executor, mode = _executor(model_config, memory, options, fake=fake)
     rows, knobs = spec.shape.largest_pass, executor.options
     questions = [_question(index, memory, model_config, fake=fake) for index in range(spec.conditions_in(rows))]
-    policy = ControllerNetwork(memory.text.width, knobs)
+    policy = ControllerNetwork(memory.text.width, knobs, sees_overview=memory.sees_overview)
     if mode is not None:
         replace_with_fake(policy, mode)
     controller = Controller(policy, HiddenStateCache(executor), torch.device("cpu"))

@@ -52,7 +52,11 @@ class ControllerWorkload(Workload):
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
         self.num_conditions = len(self.training)
         hidden_states = HiddenStateCache(task.executor)
-        self.policy = ControllerNetwork(hidden_states.width, self.options, seed=config.policy_seed).to(device)
+        sees_overview = config.stage1.sees_overview
+        network = ControllerNetwork(
+            hidden_states.width, self.options, sees_overview=sees_overview, seed=config.policy_seed
+        )
+        self.policy = network.to(device)
         self.controller = Controller(self.policy, hidden_states, device)
         self.register_precomputed(questions)
         self.row_limits = {"eval_rows": config.eval_rows}
@@ -134,7 +138,13 @@ class ControllerWorkload(Workload):
         """What `AdaptiveModel` needs besides the weights."""
         if self.task.source is None:
             return {}
-        return settings_to_files(settings_from_task(self.task, self.training, self.controller.hidden_states.width))
+        settings = settings_from_task(
+            self.task,
+            self.training,
+            self.controller.hidden_states.width,
+            sees_overview=self.policy.sees_overview,
+        )
+        return settings_to_files(settings)
 
     def answer(
         self, questions: Sequence[Question], choices: Int64[Tensor, "rows 4"], prefix: PrefixStates | None = None

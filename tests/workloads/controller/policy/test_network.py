@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny.llava import MOLMOE, OPTIONS
 from torch.testing import assert_close
 
+from groupwise.workloads.controller.config import BUDGET_DIM, OVERVIEW_PIXELS
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option, sample_option
 from groupwise.workloads.controller.policy.network import (
     BudgetEncoder,
@@ -21,8 +22,9 @@ from groupwise.workloads.controller.policy.network import (
 
 def test_about_a_million_parameters_at_width_2048():
     counts = parameter_counts(ControllerNetwork(2048, MOLMOE))
-    # stage one: (2048 + 1) 256 + (256 + 1) 256 + (512 + 1) 256 + (256 + 1) (3 + 5)
-    assert counts["stage_one"] == 723_720
+    # stage one: (2048 + 1) 256 + 144 x 256 + (256 + 1) 256 + (512 + 1) 256 + (256 + 1) (3 + 5)
+    assert counts["stage_one"] == 760_584
+    assert parameter_counts(ControllerNetwork(2048, MOLMOE, sees_overview=False))["stage_one"] == 723_720
     # stage two: (2048 + 1) 128 + (256 + 1) 128 + 5 x 128 + (128 + 1) 128 + (128 + 1) (5 + 5)
     assert counts["stage_two"] == 313_610
     assert 1e6 < counts["stage_one"] + counts["stage_two"] < 1.5e6
@@ -47,7 +49,7 @@ def test_the_same_seed_gives_the_same_weights_and_leaves_torchs_own_generator_al
 def test_every_head_gets_a_gradient():
     policy = ControllerNetwork(32, OPTIONS)
     budget = policy.encoder(torch.linspace(0, 1, 6))
-    first = policy.stage_one(torch.randn(6, 32), budget)
+    first = policy.stage_one(torch.randn(6, 32), torch.randn(6, OVERVIEW_PIXELS), budget)
     second = policy.stage_two(torch.randn(6, 32), torch.tensor([0, 1, 2, 0, 1, 2]), budget, torch.arange(6))
     torch.stack([logits.log_softmax(1)[:, 0].sum() for logits in (*first, *second)]).sum().backward()
     for name, weight in policy.named_parameters():
@@ -98,16 +100,17 @@ def test_indices_of_options_become_knobs():
 
 
 @pytest.mark.parametrize("options", [OPTIONS, replace(OPTIONS, full_top_k=0, smallest_top_k=0)])
+@pytest.mark.parametrize("sees_overview", [True, False])
 @torch.no_grad()
-def test_the_fused_network_computes_the_same(options):
-    network = ControllerNetwork(32, options, seed=3)
-    fused = network.fused()
+def test_the_fused_network_computes_the_same(options, sees_overview):
+    network = ControllerNetwork(32, options, sees_overview=sees_overview, seed=3)
+    fused, overviews = network.fused(), torch.randn(4, OVERVIEW_PIXELS)
     question, token, budgets = torch.randn(4, 32), torch.randn(4, 32), torch.tensor([0.0, 0.3, 0.3, 1.0])
     positions, encoded = torch.tensor([0, 1, 2, 0]), network.encoder(budgets)
-    one = network.stage_one(question, encoded)
+    one = network.stage_one(question, overviews, encoded)
     two = network.stage_two(token, positions, encoded, torch.arange(4))
     for row, (budget, position) in enumerate(zip(budgets.tolist(), positions.tolist(), strict=True)):
-        for logits, scores in zip(one, fused.stage_one(question[row], budget), strict=True):
+        for logits, scores in zip(one, fused.stage_one(question[row], overviews[row], budget), strict=True):
             assert_close(torch.tensor(scores), logits[row], rtol=0, atol=1e-5)
         for logits, scores in zip(two, fused.stage_two(token[row], position, budget), strict=True):
             assert_close(torch.tensor(scores), logits[row], rtol=0, atol=1e-5)
@@ -115,8 +118,17 @@ def test_the_fused_network_computes_the_same(options):
 
 def test_the_fused_network_keeps_the_weights_it_was_made_of():
     network = ControllerNetwork(32, OPTIONS, seed=3)
-    fused, question = network.fused(), torch.randn(32)
-    before = fused.stage_one(question, 0.5)
+    fused, seen = network.fused(), (torch.randn(32), torch.randn(OVERVIEW_PIXELS))
+    before = fused.stage_one(*seen, 0.5)
     with torch.no_grad():
         network.stage_one.prompt.weight.zero_()
-    assert fused.stage_one(question, 0.5) == before != network.fused().stage_one(question, 0.5)
+    assert fused.stage_one(*seen, 0.5) == before != network.fused().stage_one(*seen, 0.5)
+
+
+@torch.no_grad()
+def test_stage_one_looks_only_if_it_may():
+    question, budget = torch.randn(2, 32), torch.zeros(2, BUDGET_DIM)
+    looking, blind = (ControllerNetwork(32, OPTIONS, sees_overview=sees).stage_one for sees in (True, False))
+    bright, dark = torch.ones(2, OVERVIEW_PIXELS), torch.zeros(2, OVERVIEW_PIXELS)
+    assert not torch.equal(looking(question, bright, budget)[0], looking(question, dark, budget)[0])
+    assert torch.equal(blind(question, bright, budget)[0], blind(question, dark, budget)[0])

@@ -123,7 +123,12 @@ def train_imitation(
 ) -> Controller:
     """A fresh network trained by cross entropy on `oracle_labels`, on conditions that some configuration gets right."""
     trained = workload.controller
-    policy = ControllerNetwork(trained.hidden_states.width, workload.options, seed=workload.config.policy_seed)
+    policy = ControllerNetwork(
+        trained.hidden_states.width,
+        workload.options,
+        sees_overview=trained.policy.sees_overview,
+        seed=workload.config.policy_seed,
+    )
     imitation = Controller(policy.to(trained.device), trained.hidden_states, trained.device)
     labels = oracle_labels(training_set)
     solvable = (training_set.accuracy_of(labels) > 0).flatten().nonzero()[:, 0]

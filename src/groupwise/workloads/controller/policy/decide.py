@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,7 @@ from groupwise.workloads.controller.model.executor import PrefixStates
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
 from groupwise.workloads.controller.policy.hidden_states import HiddenStateCache
 from groupwise.workloads.controller.policy.network import ControllerNetwork, allowed_options, masked_log_softmax
+from groupwise.workloads.controller.task import Question
 
 DECISIONS = ("tier", "insertion_position", "top_k", "blocks")
 DECISION_ORDER = (0, 1, 3, 2)
@@ -48,7 +49,7 @@ class Controller:
         """
         distinct, of_row = rows.unique(return_inverse=True)
         feasible, questions = to_decision_order(conditions.feasible(distinct))[of_row], conditions.question_of(rows)
-        embeddings = self.hidden_states.question_embeddings(conditions.question_of(distinct)).to(self.device)
+        embeddings, overviews = self._see(conditions.question_of(distinct))
         budget, shared = self._encode_budgets(conditions, distinct), of_row.to(self.device)
         taken: list[Tensor] = []
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -61,7 +62,7 @@ class Controller:
             columns.append((logp.gather(1, choice.to(self.device)[:, None])[:, 0], entropy, options.sum(1) > 1))
             taken.append(choice)
 
-        for logits in self.policy.stage_one(embeddings, budget):
+        for logits in self.policy.stage_one(embeddings, overviews, budget):
             choose(logits.index_select(0, shared))
         tokens, prefix = self.hidden_states.latency_tokens(questions, taken[0], taken[1])
         top_k, blocks = self.policy.stage_two(tokens.to(self.device), taken[1].to(self.device), budget, shared)
@@ -80,8 +81,7 @@ class Controller:
         feasible, questions = conditions.feasible(rows).to(self.device), conditions.question_of(rows)
         _, tiers, positions, _, _ = feasible.shape
         budget = self._encode_budgets(conditions, rows)
-        embeddings = self.hidden_states.question_embeddings(questions).to(self.device)
-        tier, position = self.policy.stage_one(embeddings, budget)
+        tier, position = self.policy.stage_one(*self._see(questions), budget)
         row_index, tier_index, position_index = torch.cartesian_prod(
             torch.arange(len(rows)), torch.arange(tiers), torch.arange(positions)
         ).unbind(1)
@@ -99,6 +99,11 @@ class Controller:
         top_k_logp = to_decision_order(masked_log_softmax(top_k[:, :, :, None].expand_as(feasible), feasible))
         stage_one_logp = tier_logp[:, :, None, None, None] + position_logp[..., None, None]
         return stage_one_logp + blocks_logp[:, :, :, None] + top_k_logp
+
+    def _see(self, questions: Sequence[Question]) -> tuple[Tensor, Tensor | None]:
+        """What stage one knows of each question: its words, and the overview if it may look."""
+        overviews = self.hidden_states.overviews(questions).to(self.device) if self.policy.sees_overview else None
+        return self.hidden_states.question_embeddings(questions).to(self.device), overviews
 
     def _encode_budgets(self, conditions: Conditions, rows: ConditionIndices) -> Float[Tensor, "rows encoded"]:
         return self.policy.encoder(conditions.relative_budget[rows].float().to(self.device))

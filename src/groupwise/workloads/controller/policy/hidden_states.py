@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from groupwise.workloads.controller.model.adapters.base import overview_pixels
 from groupwise.workloads.controller.model.executor import Executor, PrefixItem, PrefixStates, PromptKey, image_key
 from groupwise.workloads.controller.task import Question
 
@@ -24,8 +25,9 @@ class HiddenStateCache:
         self.width: int = executor.adapter.text_config.hidden_size
         self._embeddings: dict[tuple[int, ...], Float[Tensor, " width"]] = {}
         self._latency_tokens: dict[PromptKey, Float[Tensor, "positions width"]] = {}
-        # Keeps the questions alive: an image is identified by the object of its crops.
+        # Both keep questions alive: an image is identified by the object of its crops.
         self._by_image: dict[Hashable, list[Question]] = {}
+        self._overviews: dict[Hashable, tuple[Question, Float[Tensor, " pixels"]]] = {}
 
     def register(self, questions: Sequence[Question]) -> None:
         """Let questions about one image share a pass: the first one that is needed computes all of them.
@@ -44,6 +46,14 @@ class HiddenStateCache:
             if ids not in self._embeddings:
                 self._embeddings[ids] = mean_embedding(self.executor, ids)
         return torch.stack([self._embeddings[question.sample.question_ids] for question in questions])
+
+    def overviews(self, questions: Sequence[Question]) -> Float[Tensor, "rows pixels"]:
+        """Each question's image in few pixels: known before a tier is chosen."""
+        for question in questions:
+            key = image_key(question.sample)
+            if key not in self._overviews:
+                self._overviews[key] = question, overview_pixels(question.sample)
+        return torch.stack([self._overviews[image_key(question.sample)][1] for question in questions])
 
     def latency_tokens(
         self, questions: Sequence[Question], tiers: Int64[Tensor, " rows"], positions: Int64[Tensor, " rows"]

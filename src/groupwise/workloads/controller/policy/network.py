@@ -11,7 +11,13 @@ from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear
 
-from groupwise.workloads.controller.config import BUDGET_DIM, NUM_FREQUENCIES, STAGE_ONE_DIM, STAGE_TWO_DIM
+from groupwise.workloads.controller.config import (
+    BUDGET_DIM,
+    NUM_FREQUENCIES,
+    OVERVIEW_PIXELS,
+    STAGE_ONE_DIM,
+    STAGE_TWO_DIM,
+)
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 MASKED_LOGIT = -1e4
@@ -54,17 +60,26 @@ class OptionHead(nn.Module):
 
 
 class StageOne(nn.Module):
-    """From the question and the budget: tier and insertion position."""
+    """From the question, the overview if it is shown, and the budget: tier and insertion position."""
 
-    def __init__(self, width: int, tiers: int, positions: int):
+    def __init__(self, width: int, tiers: int, positions: int, *, sees_overview: bool):
         super().__init__()
         self.prompt, self.budget = nn.Linear(width, STAGE_ONE_DIM), nn.Linear(BUDGET_DIM, STAGE_ONE_DIM)
         self.join = nn.Linear(2 * STAGE_ONE_DIM, STAGE_ONE_DIM)
         self.tier, self.insertion = OptionHead(STAGE_ONE_DIM, tiers), OptionHead(STAGE_ONE_DIM, positions)
+        self.overview = nn.Linear(OVERVIEW_PIXELS, STAGE_ONE_DIM, bias=False) if sees_overview else None
 
-    def forward(self, question: Float[Tensor, "rows width"], budget: Float[Tensor, "rows encoded"]) -> list[Tensor]:
-        parts = torch.cat([self.prompt(normalize_features(question)), self.budget(budget)], dim=1)
-        hidden = gelu(self.join(gelu(parts)))
+    def forward(
+        self,
+        question: Float[Tensor, "rows width"],
+        overview: Float[Tensor, "rows pixels"] | None,
+        budget: Float[Tensor, "rows encoded"],
+    ) -> list[Tensor]:
+        prompt = self.prompt(normalize_features(question))
+        if self.overview is not None:
+            # As they are: how bright the image is matters.
+            prompt = prompt + self.overview(overview)
+        hidden = gelu(self.join(gelu(torch.cat([prompt, self.budget(budget)], dim=1))))
         return [self.tier(hidden), self.insertion(hidden)]
 
 
@@ -94,13 +109,16 @@ class StageTwo(nn.Module):
 class ControllerNetwork(nn.Module):
     """Everything that is trained: about a million parameters at width 2048."""
 
-    def __init__(self, width: int, options: KnobOptions, *, seed: int = 0):
+    sees_overview: bool
+
+    def __init__(self, width: int, options: KnobOptions, *, sees_overview: bool = True, seed: int = 0):
         super().__init__()
+        self.sees_overview = sees_overview
         tiers, positions, top_ks, totals = options.shape
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)  # the same weights on every rank
             self.encoder = BudgetEncoder()
-            self.stage_one = StageOne(width, tiers, positions)
+            self.stage_one = StageOne(width, tiers, positions, sees_overview=sees_overview)
             self.stage_two = StageTwo(width, positions, top_ks, totals)
 
     def fused(self) -> FusedNetwork:
@@ -124,11 +142,20 @@ class FusedNetwork:
         self._heads_two = _concat_heads(two.top_k, two.blocks, STAGE_TWO_DIM)
         self._terms: dict[float, tuple[Tensor, Tensor]] = {}
 
-    def stage_one(self, question: Float[Tensor, " width"], budget: float) -> tuple[list[float], list[float]]:
+    @property
+    def sees_overview(self) -> bool:
+        return self._network.sees_overview
+
+    def stage_one(
+        self, question: Float[Tensor, " width"], overview: Float[Tensor, " pixels"] | None, budget: float
+    ) -> tuple[list[float], list[float]]:
         """Logits of the tiers and of the insertion positions."""
         stage, (budget_term, _) = self._network.stage_one, self._budget_terms(budget)
-        prompt = _gelu(torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question).cpu()))
-        hidden = _gelu(torch.addmv(budget_term, self._join_question, prompt))
+        prompt = torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question).cpu())
+        if stage.overview is not None:
+            assert overview is not None, "stage one looks"
+            prompt.addmv_(stage.overview.weight, overview)
+        hidden = _gelu(torch.addmv(budget_term, self._join_question, _gelu(prompt)))
         weight, bias = self._heads_one
         return _split_scores(torch.addmv(bias, weight, hidden), stage.tier.options)
 

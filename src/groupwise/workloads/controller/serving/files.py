@@ -31,7 +31,7 @@ from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.task import ModelSource, Task
 
 CONFIG, ESTIMATOR, PRETRAINED_WEIGHTS = "config.json", "estimator.json", "model.safetensors"
-NETWORK_VERSION = 3
+NETWORK_VERSION = 4
 """Goes up with every change of what the network reads, how it decides or what config.json contains: the weights alone
 would not show it."""
 _MODEL_TYPE = "groupwise-controller"
@@ -50,11 +50,15 @@ class ControllerSettings:
     max_new_tokens: int
     stop_token: int | None
     estimator: KnobLatencyModel
+    sees_overview: bool = True
+    """Whether stage one looks at the overview."""
     trained_budget_range: tuple[float, float] = (0.0, 1.0)
     """The smallest and the largest relative budget that it was trained on."""
 
 
-def settings_from_task(task: Task, conditions: Conditions, width: int) -> ControllerSettings:
+def settings_from_task(
+    task: Task, conditions: Conditions, width: int, *, sees_overview: bool = True
+) -> ControllerSettings:
     """The settings of a controller that is trained under these conditions. The task must have a `source`."""
     assert task.source is not None
     return ControllerSettings(
@@ -65,6 +69,7 @@ def settings_from_task(task: Task, conditions: Conditions, width: int) -> Contro
         max_new_tokens=task.max_new_tokens,
         stop_token=task.stop_token,
         estimator=task.estimator,
+        sees_overview=sees_overview,
         trained_budget_range=(conditions.relative_budget.min().item(), conditions.relative_budget.max().item()),
     )
 
@@ -95,6 +100,7 @@ def settings_to_files(settings: ControllerSettings) -> dict[str, bytes]:
         "width": settings.width,
         "options": asdict(settings.options),
         "budget": asdict(settings.budget),
+        "sees_overview": settings.sees_overview,
         "trained_budget_range": settings.trained_budget_range,
         "max_new_tokens": settings.max_new_tokens,
         "stop_token": settings.stop_token,
@@ -185,6 +191,7 @@ def read_settings(
         max_new_tokens=config["max_new_tokens"],
         stop_token=config["stop_token"],
         estimator=estimator,
+        sees_overview=config["sees_overview"],
         trained_budget_range=_tuple(config["trained_budget_range"]),
     )
 
@@ -199,7 +206,7 @@ def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:
         saved: dict[str, Tensor] = load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The weights {file} cannot be read ({error}). Restore the file, or save it again.") from error
-    policy = ControllerNetwork(settings.width, settings.options)
+    policy = ControllerNetwork(settings.width, settings.options, sees_overview=settings.sees_overview)
     expected = policy.state_dict()
     wrong = [name for name in expected if name not in saved or saved[name].shape != expected[name].shape]
     if wrong:

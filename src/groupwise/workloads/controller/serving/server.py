@@ -15,6 +15,7 @@ from groupwise.latency.records import MeasuredLatency
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.latency.estimates import KnobTable
 from groupwise.workloads.controller.model.adapters import Sample
+from groupwise.workloads.controller.model.adapters.base import overview_pixels
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixItem, PrefixStates
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.policy.decide import DECISION_ORDER
@@ -105,7 +106,8 @@ class ControllerServer:
     def _stage_one(self, sample: Sample, limit: BudgetLimit) -> _Choices:
         options, chosen = self.executor.options, _Choices(sample, limit.relative_budget, _feasible(limit))
         embedding = mean_embedding(self.executor, sample.question_ids)
-        tier_scores, position_scores = self._network.stage_one(embedding, limit.relative_budget)
+        overview = overview_pixels(sample) if self._network.sees_overview else None
+        tier_scores, position_scores = self._network.stage_one(embedding, overview, limit.relative_budget)
         chosen.tier = list(options.crops_by_tier)[chosen.choose(tier_scores)]
         chosen.position = options.insertion_positions[chosen.choose(position_scores)]
         return chosen

@@ -10,7 +10,9 @@ import torch
 from jaxtyping import Float, Int64
 from PIL.Image import Image
 from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d
 
+from groupwise.workloads.controller.config import OVERVIEW_SIDE
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
@@ -32,6 +34,17 @@ class Sample:
     """Token ids after the image."""
     prefix_ids: tuple[int, ...] = ()
     """Token ids before the image."""
+    overview: Float[Tensor, " pixels"] | None = None
+    """The whole image in OVERVIEW_SIDE x OVERVIEW_SIDE gray pixels, where it is known without the crops."""
+
+
+def overview_pixels(sample: Sample) -> Float[Tensor, " pixels"]:
+    """The whole image in few pixels: what the controller may look at before anything runs."""
+    if sample.overview is not None:
+        return sample.overview
+    coarsest = next(iter(sample.crops_by_tier.values()))
+    gray = coarsest[0].float().mean(0)[None]
+    return adaptive_avg_pool2d(gray, OVERVIEW_SIDE).flatten().cpu()
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,14 @@ class MosaicConfig(ControllerConfig):
     def memory_model(self) -> ControllerMemory:
         """The embedded model in float32, its three tiers, and questions of at most three tokens."""
         text, vision = read_llava(Path(__file__).parent / "asset")
-        return ControllerMemory(text, vision, crops={"low": 4, "medium": 7, "high": 13}, positions=5, question_tokens=3)
+        return ControllerMemory(
+            text,
+            vision,
+            crops={"low": 4, "medium": 7, "high": 13},
+            positions=5,
+            question_tokens=3,
+            sees_overview=self.stage1.sees_overview,
+        )
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
         import transformers

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,7 +151,13 @@ def mosaic_sample(pixels: Float[Tensor, "height width"], question_ids: Sequence[
     """One question about one mosaic, named by its content."""
     content = pixels.contiguous().numpy().tobytes() + bytes(question_ids)
     crops = {tier.value: cut(pixels[None], tier)[0] for tier in Tier}
-    return Sample(hashlib.blake2b(content, digest_size=16).hexdigest(), crops, tuple(question_ids))
+    name = hashlib.blake2b(content, digest_size=16).hexdigest()
+    return Sample(name, crops, tuple(question_ids), overview=mosaic_overview(crops))
+
+
+def mosaic_overview(crops_by_tier: Mapping[str, Float[Tensor, "crops 3 side side"]]) -> Float[Tensor, " pixels"]:
+    """Brightness alone of the overview: the other planes say where a pixel is."""
+    return crops_by_tier[Tier.LOW][0, 0].flatten()
 
 
 class MosaicFrontEnd:

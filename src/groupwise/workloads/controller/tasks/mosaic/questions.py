@@ -197,8 +197,10 @@ def make_question_set(split: HandwritingSplit, mosaics: int, *, per_type: int = 
     per_mosaic = per_type * len(QUESTION_TYPES)
     types = np.tile(np.repeat(np.arange(len(QUESTION_TYPES)), per_type), mosaics)
     return QuestionSet(
-        drawn, types, draw_questions(
-            np.repeat(drawn.labels, per_mosaic, axis=0), np.repeat(drawn.framed, per_mosaic), types, rng), per_mosaic
+        drawn,
+        types,
+        draw_questions(np.repeat(drawn.labels, per_mosaic, axis=0), np.repeat(drawn.framed, per_mosaic), types, rng),
+        per_mosaic,
     )
 
 

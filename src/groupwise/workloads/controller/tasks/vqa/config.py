@@ -96,6 +96,7 @@ class VqaConfig(ControllerConfig):
             crops,
             positions=5,
             question_tokens=64,
+            sees_overview=self.stage1.sees_overview,
             dtype_bytes=4 if self.dtype == "float32" else 2,
             new_tokens=self.max_new_tokens,
         )
