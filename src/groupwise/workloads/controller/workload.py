@@ -142,7 +142,7 @@ class ControllerWorkload(Workload):
             self.task,
             self.training,
             self.controller.hidden_states.width,
-            sees_overview=self.policy.sees_overview,
+            sees_overview=self.config.stage1.sees_overview,
         )
         return settings_to_files(settings)
 
