@@ -32,10 +32,12 @@ from groupwise.training.evaluate import evaluate
 from groupwise.training.run_folder import RunFolder
 from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.controller.evaluate.baselines import (
+    choose,
     controller_choices,
-    lookup_table,
+    no_group,
     per_question_oracle,
-    question_type_oracle,
+    question_type,
+    table_scores,
 )
 from groupwise.workloads.controller.evaluate.exact import build_evaluation_set, reward_of_configurations
 from groupwise.workloads.controller.workload import ControllerWorkload
@@ -135,8 +137,8 @@ def _grader(workload: ControllerWorkload) -> Callable[[ControllerWorkload], dict
     table, by_type, by_question = (
         float(test_set.accuracy_of(choices).nanmean())
         for choices in (
-            lookup_table(selection_set, test_set),
-            question_type_oracle(selection_set, test_set),
+            choose(table_scores(selection_set, test_set, no_group), test_set),
+            choose(table_scores(selection_set, test_set, question_type), test_set),
             per_question_oracle(test_set),
         )
     )

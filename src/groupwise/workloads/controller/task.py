@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.latency.estimates import KnobLatencyModel
@@ -52,6 +53,15 @@ class ModelSource:
     """What goes to the model for a question."""
 
 
+class PartialAnswers(Protocol):
+    """Precomputed answers to some samples, perhaps in some configurations only."""
+
+    def get_all(self, sample: str) -> Sequence[tuple[int, ...] | None] | None:
+        """The answers in the order of `KnobOptions.configurations()`, None where one is not known; None if the sample
+        is not in the table."""
+        ...
+
+
 @dataclass(frozen=True)
 class Task:
     executor: Executor
@@ -74,6 +84,8 @@ class Task:
     """Questions on which the final evaluation chooses its baselines; None uses `held_out`."""
     test_questions: Callable[[], Sequence[Question]] | None = None
     """The test split, for the final evaluation; None leaves it out."""
+    other_answers: Mapping[tuple[int, ...], PartialAnswers] = field(default_factory=dict)
+    """Answers with the blocks dropped in another order, by that order: what baselines may choose, too."""
 
     def __post_init__(self) -> None:
         for name in ("questions", "held_out"):

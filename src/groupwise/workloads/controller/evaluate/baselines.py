@@ -1,63 +1,106 @@
-"""Methods that choose a configuration for every question and budget.
+"""Methods that choose a candidate for every question and budget, beside the controller.
 
-    lookup_table          one configuration per budget: the most accurate on the selection questions
-    question_type_oracle  one per budget and question type, chosen on the same questions
-    per_question_oracle   for each question a configuration that answers it rightly, if any: known in hindsight only
-    random_feasible       any configuration that fits
+    lookup                one candidate per budget: the most accurate on the selection questions
+    table_by_first_word   one per budget and first word of the question, chosen on the same questions
+    words_classifier      by a predictor that is told the words of the question
+    words                 the better of the last two
+    one_stage             by a predictor that is told the words and the overview: all is decided before the model runs
+    imitation             the controller's network, trained on right answers instead of rewards
+    ceiling               by a predictor that is told all that the controller may see
+    question_type_oracle  one per budget and question type, chosen on the selection questions
+    per_question_oracle   for each question a candidate that answers it rightly, if any: known in hindsight only
+    random_feasible       any candidate that fits
     slowest_feasible      the slowest that fits
     cheapest              the fastest of all
-    imitation             the controller's network, trained on labels instead of rewards
 
-A configuration fits if the estimator's upper quantile is within the budget. That holds for all but `cheapest` and a
-controller with soft enforcement.
+Each is charged its own time: a candidate fits if the estimator's upper quantile, less what a controller adds to it and
+plus what the method itself takes, is within the budget. That holds for all but `cheapest`, and a controller with soft
+enforcement. All but the controller and imitation may choose from every drop order that the task has answers for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
-from groupwise.workloads.controller.evaluate.exact import Choices, EvaluationSet
-from groupwise.workloads.controller.policy.decide import Controller, greedy_option, replay_option
+from groupwise.workloads.controller.evaluate.exact import Choices, EvaluationSet, own_candidates
+from groupwise.workloads.controller.policy.decide import Controller, greedy_option
 from groupwise.workloads.controller.policy.network import ControllerNetwork
+from groupwise.workloads.controller.task import Question
 from groupwise.workloads.controller.workload import ControllerWorkload
 
-_IMITATION_ROWS_PER_STEP = 256
+Scores = Float[Tensor, "questions candidates"]
+"""How good a method thinks each candidate is; it chooses the best one that fits."""
+_IMITATION_ROWS_PER_STEP = 128
 _IMITATION_LEARNING_RATE = 1e-3
 
 
-def lookup_table(selection_set: EvaluationSet, test_set: EvaluationSet) -> Choices:
-    return _best_by_group(selection_set, [""] * len(selection_set.questions), test_set, [""] * len(test_set.questions))
-
-
-def question_type_oracle(selection_set: EvaluationSet, test_set: EvaluationSet) -> Choices:
-    types = [question.question_type for question in selection_set.questions]
-    known = set(types)
-    test_types = [
-        question.question_type if question.question_type in known else None for question in test_set.questions
+def choose(
+    scores: Scores,
+    test_set: EvaluationSet,
+    extra_ms: float = 0.0,
+    limit_ms: Float[Tensor, "questions limits"] | None = None,
+) -> Choices:
+    """For every question and limit (the budgets, unless others are given) the best candidate that fits."""
+    limit_ms = test_set.budget_ms if limit_ms is None else limit_ms
+    chosen = [
+        scores.masked_fill(~test_set.feasible(extra_ms, limit_ms[:, [index]])[:, 0], -torch.inf).argmax(1)
+        for index in range(limit_ms.shape[1])
     ]
-    return _best_by_group(selection_set, types, test_set, test_types)
+    return torch.stack(chosen, dim=1)
 
 
-def per_question_oracle(test_set: EvaluationSet) -> Choices:
-    """The fastest of the most accurate feasible configurations."""
-    accuracy = test_set.accuracy.nan_to_num(0.0)[:, None].masked_fill(~test_set.feasible, -1)
+def no_group(question: Question) -> str:
+    return ""
+
+
+def first_word(question: Question) -> str:
+    return question.text.split()[0].casefold() if question.text.split() else ""
+
+
+def question_type(question: Question) -> str:
+    return question.question_type
+
+
+def table_scores(selection_set: EvaluationSet, test_set: EvaluationSet, group_of: Callable[[Question], str]) -> Scores:
+    """Candidates by their accuracy on the selection questions of the same group.
+
+    Ties go to the one that is better over all groups, then to the faster. A group without selection questions gets the
+    accuracy over all groups.
+    """
+    groups = [group_of(question) for question in selection_set.questions]
+    test_groups = [group_of(question) for question in test_set.questions]
+    overall, fast = -selection_set.accuracy.nanmean(0), selection_set.median_ms.mean(0)
+    scores = torch.zeros(test_set.accuracy.shape, dtype=torch.float64)
+    for group in dict.fromkeys(test_groups):
+        inside = torch.tensor([group not in groups or other == group for other in groups])
+        best_first = np.lexsort((fast, overall, -selection_set.accuracy[inside].nanmean(0)))
+        of_group = torch.empty(len(best_first), dtype=torch.float64)
+        of_group[best_first] = -torch.arange(len(best_first), dtype=torch.float64)
+        scores[torch.tensor([other == group for other in test_groups])] = of_group
+    return scores
+
+
+def per_question_oracle(test_set: EvaluationSet, extra_ms: float = 0.0) -> Choices:
+    """The fastest of the most accurate feasible candidates."""
+    feasible = test_set.feasible(extra_ms)
+    accuracy = test_set.accuracy.nan_to_num(0.0)[:, None].masked_fill(~feasible, -1)
     best = accuracy == accuracy.amax(2, keepdim=True)
     return test_set.median_ms[:, None].masked_fill(~best, torch.inf).argmin(2)
 
 
-def random_feasible(test_set: EvaluationSet, seed: int = 0) -> Choices:
+def random_feasible(test_set: EvaluationSet, extra_ms: float = 0.0, seed: int = 0) -> Choices:
     generator = torch.Generator().manual_seed(seed)
-    weights = test_set.feasible.flatten(0, 1).double()
+    weights = test_set.feasible(extra_ms).flatten(0, 1).double()
     return torch.multinomial(weights, 1, generator=generator).view(test_set.budget_ms.shape)
 
 
-def slowest_feasible(test_set: EvaluationSet) -> Choices:
-    return test_set.median_ms[:, None].masked_fill(~test_set.feasible, -torch.inf).argmax(2)
+def slowest_feasible(test_set: EvaluationSet, extra_ms: float = 0.0) -> Choices:
+    return choose(test_set.median_ms, test_set, extra_ms)
 
 
 def cheapest(test_set: EvaluationSet) -> Choices:
@@ -65,7 +108,7 @@ def cheapest(test_set: EvaluationSet) -> Choices:
 
 
 @torch.no_grad()
-def controller_choices(controller: Controller, test_set: EvaluationSet, rows_per_pass: int = 64) -> Choices:
+def controller_choices(controller: Controller, test_set: EvaluationSet, rows_per_pass: int = 256) -> Choices:
     """The controller's greedy choices."""
     batches = torch.arange(len(test_set.conditions)).split(rows_per_pass)
     options = torch.cat([controller.decide(test_set.conditions, rows, greedy_option).choices for rows in batches])
@@ -78,50 +121,17 @@ def _configuration_index(options: Int64[Tensor, "rows 4"], test_set: EvaluationS
     return torch.from_numpy(np.ravel_multi_index(tuple(options.T.numpy()), shape))
 
 
-def _best_by_group(
-    selection_set: EvaluationSet,
-    selection_groups: Sequence[str],
-    test_set: EvaluationSet,
-    test_groups: Sequence[str | None],
-) -> Choices:
-    """For every group and budget the most accurate configuration that fits all its selection questions.
-
-    Ties go to the one that is better over all groups, then to the faster. A group without selection questions (None)
-    gets the best one over all groups.
-    """
-    choices = torch.zeros(test_set.budget_ms.shape, dtype=torch.int64)
-    for group in dict.fromkeys(test_groups):
-        inside = torch.tensor([group is None or other == group for other in selection_groups])
-        members = torch.tensor([other == group for other in test_groups])
-        for budget in range(test_set.num_budgets):
-            choices[members, budget] = _best(selection_set, inside, budget)
-    return choices
-
-
-def _best(selection_set: EvaluationSet, inside: Bool[Tensor, " questions"], budget: int) -> int:
-    uppers = selection_set.upper_ms[inside]
-    fits = (uppers <= selection_set.budget_ms[inside, budget, None]).all(0)
-    if not fits.any():
-        return int(uppers.amax(0).argmin())
-    accuracy = selection_set.accuracy
-    order = np.lexsort(
-        (selection_set.median_ms[inside].mean(0), -accuracy.nanmean(0), -accuracy[inside].nanmean(0), ~fits)
-    )
-    return int(order[0])
-
-
-def oracle_labels(training_set: EvaluationSet) -> Choices:
-    """Of the most accurate feasible configurations, the one that is best over all questions; the fastest of equals."""
-    accuracy = training_set.accuracy.nan_to_num(0.0)[:, None].masked_fill(~training_set.feasible, -1)
-    overall = training_set.accuracy.nanmean(0) - 1e-9 * training_set.median_ms.mean(0)
-    return overall.expand_as(accuracy).masked_fill(accuracy < accuracy.amax(2, keepdim=True), -torch.inf).argmax(2)
-
-
 @torch.enable_grad()
 def train_imitation(
     workload: ControllerWorkload, training_set: EvaluationSet, *, steps: int, seed: int = 0
 ) -> Controller:
-    """A fresh network trained by cross entropy on `oracle_labels`, on conditions that some configuration gets right."""
+    """A fresh network that maximizes the log of the probability that it chooses rightly:
+
+        log sum of p(c) over the most accurate feasible configurations c
+
+    on conditions that some feasible configuration answers rightly. It is free which of the right ones it chooses, so it
+    can choose one that is right for many questions that look alike.
+    """
     trained = workload.controller
     policy = ControllerNetwork(
         trained.hidden_states.width,
@@ -130,18 +140,28 @@ def train_imitation(
         seed=workload.config.policy_seed,
     )
     imitation = Controller(policy.to(trained.device), trained.hidden_states, trained.device)
-    labels = oracle_labels(training_set)
-    solvable = (training_set.accuracy_of(labels) > 0).flatten().nonzero()[:, 0]
-    shape = tuple(training_set.conditions.median_ms.shape[1:])
-    targets = torch.from_numpy(np.stack(np.unravel_index(labels.flatten().numpy(), shape), axis=1))
+    right = right_configurations(training_set, len(own_candidates(workload.options)))
+    solvable = right.any(1).nonzero()[:, 0]
     optimizer = torch.optim.AdamW(policy.parameters(), lr=_IMITATION_LEARNING_RATE)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps if len(solvable) else 0):
         rows = solvable[torch.randint(len(solvable), (_IMITATION_ROWS_PER_STEP,), generator=generator)]
-        logp = imitation.decide(training_set.conditions, rows, replay_option(targets[rows])).logp
+        logp = imitation.configuration_logp(training_set.conditions, rows).flatten(1)
         optimizer.zero_grad()
-        (-logp.sum(1).mean()).backward()
+        (-_logp_of_any(logp, right[rows].to(logp.device)).mean()).backward()
         optimizer.step()
         schedule.step()
     return imitation
+
+
+def right_configurations(training_set: EvaluationSet, configurations: int) -> Tensor:
+    """For every condition the feasible configurations that are as accurate as any, if that is above 0."""
+    accuracy = training_set.accuracy[:, None, :configurations].nan_to_num(0.0)
+    accuracy = accuracy.masked_fill(~training_set.feasible()[..., :configurations], 0.0)
+    best = accuracy.amax(2, keepdim=True)
+    return ((accuracy == best) & (best > 0)).flatten(0, 1)
+
+
+def _logp_of_any(logp: Float[Tensor, "rows configurations"], wanted: Tensor) -> Float[Tensor, " rows"]:
+    return logp.masked_fill(~wanted, -torch.inf).logsumexp(1)

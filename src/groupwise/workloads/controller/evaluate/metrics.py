@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
 
 from groupwise.latency.records import PREFILL, STAGES
 from groupwise.workloads.controller.config import BudgetScope, ControllerEvalConfig
 from groupwise.workloads.controller.evaluate.exact import Choices, EvaluationSet
-from groupwise.workloads.controller.evaluate.timing import CONTROLLER, AnswerTimer, TimedAnswer
+from groupwise.workloads.controller.evaluate.timing import CONTROLLER, AddedTime, AnswerTimer, TimedAnswer
 from groupwise.workloads.controller.model.knobs import Knobs
+
+MAIN_METHODS = ("controller", "lookup", "words", "ceiling")
+"""Those of the chart, which are timed on more questions than the others."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,10 @@ class EvaluationResults:
     """By method, on all test questions."""
     timer: AnswerTimer
     served_methods: Sequence[str]
-    """Methods whose answers a controller serves, its overhead included."""
+    """Methods whose answers a controller serves; all others are timed with fixed knobs."""
+    own_ms: Mapping[str, float]
+    """What each method adds to an answer with fixed knobs."""
+    added: AddedTime
     sample: Sequence[int]
     """Indices of the timed test questions, in random order."""
     config: ControllerEvalConfig
@@ -36,27 +45,44 @@ class EvaluationResults:
         return self.test_set.conditions.config.scope
 
     def timed_questions(self, method: str) -> Sequence[int]:
-        main = method in ("controller", "lookup")
-        return self.sample[: self.config.timed_answers if main else self.config.timed_answers_other_methods]
+        is_main = method in MAIN_METHODS
+        return self.sample[: self.config.timed_answers if is_main else self.config.timed_answers_other_methods]
 
     def timed_answers(self, method: str, budget: int) -> list[TimedAnswer]:
         questions = self.timed_questions(method)
         if method in self.served_methods:
             return [self.timer.served(method, question, budget) for question in questions]
-        choices = self.choices[method]
-        return [self.timer.fixed(question, int(choices[question, budget])) for question in questions]
+        return [self.timer.fixed(question, self.configuration(method, question, budget)) for question in questions]
+
+    def latencies_ms(self, method: str, budget: int) -> list[float]:
+        """Measured, with the method's own time."""
+        own_ms = 0.0 if method in self.served_methods else self.own_ms[method]
+        return [answer.latency_ms(self.scope) + own_ms for answer in self.timed_answers(method, budget)]
+
+    def configuration(self, method: str, question: int, budget: int) -> int:
+        """The configuration that a method chose. To drop other blocks takes as long, and is timed as the same."""
+        return self.test_set.candidates[int(self.choices[method][question, budget])].configuration
+
+    def accuracy(self, method: str) -> Float[Tensor, "questions budgets"]:
+        """NaN on questions that some method has no accuracy for: all are compared on the same."""
+        return self.test_set.accuracy_of(self.choices[method]).masked_fill(~self.graded[:, None], torch.nan)
+
+    @cached_property
+    def graded(self) -> Bool[Tensor, " questions"]:
+        accuracies = [self.test_set.accuracy_of(choices) for choices in self.choices.values()]
+        return ~torch.stack([accuracy.isnan().all(1) for accuracy in accuracies]).any(0)
 
 
 def headline_metrics(results: EvaluationResults) -> dict[str, Any]:
     """Mean accuracy over all budgets, and violations of them."""
-    accuracy = {name: results.test_set.accuracy_of(choices).nanmean(1) for name, choices in results.choices.items()}
-    graded = ~torch.stack(list(accuracy.values())).isnan().any(0)  # all methods are compared on the same questions
     budgets = range(results.test_set.num_budgets)
     return {
-        "mean_accuracy": {name: float(values[graded].mean()) for name, values in accuracy.items()},
+        "mean_accuracy": {name: float(results.accuracy(name).nanmean(1).nanmean()) for name in results.choices},
         "violations": {name: _violations(results, name, budgets) for name in results.choices},
+        "own_ms": dict(results.own_ms),
         "tolerance": results.config.tolerance,
         "test_questions": len(results.test_set.questions),
+        "test_pictures": len(set(results.test_set.pictures)),
         "timed_questions_per_budget": {name: len(results.timed_questions(name)) for name in results.choices},
     }
 
@@ -79,11 +105,12 @@ def by_budget(results: EvaluationResults) -> list[dict[str, Any]]:
 def _method_metrics(results: EvaluationResults, name: str, budget: int) -> dict[str, Any]:
     violations = _violations(results, name, [budget])
     return {
-        "accuracy": float(results.test_set.accuracy_of(results.choices[name])[:, budget].nanmean()),
-        **_quantiles([answer.latency_ms(results.scope) for answer in results.timed_answers(name, budget)]),
+        "accuracy": float(results.accuracy(name)[:, budget].nanmean()),
+        **_quantiles(results.latencies_ms(name, budget)),
         "violation_rate": violations["rate"],
         "violation_interval": violations["interval"],
         "knobs": knob_shares(results, name, budget),
+        "other_drop_order": other_drop_order(results, name, budget),
     }
 
 
@@ -97,9 +124,9 @@ def _violations(results: EvaluationResults, name: str, budgets: Sequence[int]) -
 
     allowed_ms = results.test_set.budget_ms * (1 + results.config.tolerance)
     late = [
-        answer.latency_ms(results.scope) > float(allowed_ms[question, budget])
+        latency_ms > float(allowed_ms[question, budget])
         for budget in budgets
-        for question, answer in zip(results.timed_questions(name), results.timed_answers(name, budget), strict=True)
+        for question, latency_ms in zip(results.timed_questions(name), results.latencies_ms(name, budget), strict=True)
     ]
     interval = binomtest(sum(late), len(late)).proportion_ci(confidence_level=0.95, method="wilson")
     return {
@@ -111,8 +138,15 @@ def _violations(results: EvaluationResults, name: str, budgets: Sequence[int]) -
 
 def knob_shares(results: EvaluationResults, name: str, budget: int) -> dict[str, dict[str, float]]:
     """How often each option of each knob was chosen, over all test questions."""
-    chosen = [results.timer.configurations[index] for index in results.choices[name][:, budget].tolist()]
+    candidates = [results.test_set.candidates[index] for index in results.choices[name][:, budget].tolist()]
+    chosen = [results.timer.configurations[candidate.configuration] for candidate in candidates]
     return {knob: _shares([getattr(knobs, knob) for knobs in chosen]) for knob in Knobs.__dataclass_fields__}
+
+
+def other_drop_order(results: EvaluationResults, name: str, budget: int) -> float:
+    """The fraction of questions for which blocks are dropped in another order than the controller's."""
+    own = len(results.timer.configurations)
+    return float((results.choices[name][:, budget] >= own).double().mean())
 
 
 def _shares(values: Sequence[Any]) -> dict[str, float]:
@@ -121,17 +155,8 @@ def _shares(values: Sequence[Any]) -> dict[str, float]:
 
 def controller_overhead(results: EvaluationResults) -> dict[str, Any]:
     """The controller's own milliseconds, and how much longer its answers take than the same with fixed knobs."""
-    answers, overhead_ms = [], []
-    for budget in range(results.test_set.num_budgets):
-        timed = zip(results.timed_questions("controller"), results.timed_answers("controller", budget), strict=True)
-        for question, answer in timed:
-            answers.append(answer)
-            index = results.timer.configurations.index(answer.knobs)
-            if results.timer.has_fixed(
-                question, index
-            ):  # rounding may tip a choice between two that are equally likely
-                fixed = results.timer.fixed(question, index)
-                overhead_ms.append(answer.measured.total_ms - fixed.measured.total_ms)
+    budgets = range(results.test_set.num_budgets)
+    answers = [answer for budget in budgets for answer in results.timed_answers("controller", budget)]
     controller_ms = np.array([answer.measured.stages_ms[CONTROLLER] for answer in answers])
     total_ms = np.array([answer.measured.total_ms for answer in answers])
     served = [answer.served for answer in answers if answer.served is not None]
@@ -141,7 +166,9 @@ def controller_overhead(results: EvaluationResults) -> dict[str, Any]:
         "stage_two_p50_ms": float(np.median([answer.stage_two_ms for answer in served])),
         "share_of_answer": float(controller_ms.sum() / total_ms.sum()),
         "share_of_answer_p50": float(np.median(controller_ms / total_ms)),
-        "overhead_p50_ms": float(np.median(overhead_ms)),
+        "overhead_p50_ms": results.added.served_ms,
+        "overhead_share_of_answer": results.added.served_ms / float(np.median(total_ms)),
+        "pairs": results.added.pairs,
         "answers": len(answers),
     }
 
@@ -184,13 +211,11 @@ def _stage_ms(answer: TimedAnswer, stage: str) -> float:
     return stages.get(stage, 0.0) + (stages.get(CONTROLLER, 0.0) if stage == PREFILL else 0.0)
 
 
-def fixed_configuration_metrics(
-    results: EvaluationResults, questions_of: Mapping[int, Sequence[int]]
-) -> list[dict[str, Any]]:
-    """Every distinct configuration by itself, timed on the given questions."""
+def fixed_configuration_metrics(results: EvaluationResults) -> list[dict[str, Any]]:
+    """Every distinct configuration by itself, from all answers that were timed with its knobs."""
     rows = []
-    for index, questions in questions_of.items():
-        answers = [results.timer.fixed(question, index) for question in questions]
+    for index in results.timer.distinct_configurations:
+        answers = results.timer.answers_with(index)
         rows.append(
             {
                 "knobs": vars(results.timer.configurations[index]),
@@ -201,3 +226,17 @@ def fixed_configuration_metrics(
             }
         )
     return rows
+
+
+def uncontrolled_metrics(results: EvaluationResults) -> dict[str, Any]:
+    """The full configuration always, whatever the budget; and the controller under budgets that leave it free."""
+    test_set, full = results.test_set, results.timer.configurations.index(results.timer.task.executor.options.full)
+    answers = results.timer.answers_with(full)
+    free = (test_set.upper_ms[:, full, None] <= test_set.budget_ms).all(0).tolist()
+    accuracy = results.accuracy("controller").nanmean(0).tolist()
+    labels = [budget.label for budget in test_set.conditions.config.budgets]
+    return {
+        "accuracy": float(test_set.accuracy[results.graded, full].nanmean()),
+        **_quantiles([answer.latency_ms(results.scope) for answer in answers]),
+        "controller": {label: value for label, value, is_free in zip(labels, accuracy, free, strict=True) if is_free},
+    }

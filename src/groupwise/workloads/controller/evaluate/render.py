@@ -18,12 +18,29 @@ METHOD_NAMES = {
     "random_feasible": "random feasible",
     "slowest_feasible": "slowest feasible",
     "lookup": "lookup table",
+    "table_by_first_word": "table by first word",
+    "words_classifier": "words classifier",
+    "words": "best by words",
+    "one_stage": "one stage",
     "imitation": "imitation",
     "controller": "controller",
+    "ceiling": "ceiling",
     "question_type_oracle": "question-type oracle",
     "per_question_oracle": "per-question oracle",
 }
 """In the order of the tables."""
+_ABLATION_NAMES = {
+    "controller": "as it is",
+    "question_swapped": "words of another question",
+    "question_zeros": "words: zeros",
+    "overview_swapped": "overview of another picture",
+    "overview_zeros": "overview: zeros",
+    "latency_token_swapped": "latency token of another picture",
+    "latency_token_zeros": "latency token: zeros",
+}
+_LATENCY_NAMES = {"p50": "equal p50", "p95": "equal p95", "mean": "equal mean"}
+MIN_TIMED_ANSWERS = 5
+"""Fixed configurations with fewer timed answers are not in the chart: their p50 would be noise."""
 _STAGE_NAMES = {PREFILL: "prefill with controller", CONTROLLER: "  controller"}
 DRIFT_THRESHOLD = 0.1
 """A larger change of the machine's speed is worth a note."""
@@ -33,6 +50,8 @@ Metrics = Mapping[str, Any]
 def tables(metrics: Metrics) -> list[ReportTable]:
     return [
         _accuracy_table(metrics),
+        _equal_latency_table(metrics),
+        _ablation_table(metrics),
         _latency_table(metrics),
         _knob_table(metrics),
         _stage_table(metrics),
@@ -47,26 +66,99 @@ def _accuracy_table(metrics: Metrics) -> ReportTable:
             title,
             *(f"{entry[name]['accuracy']:.1%}" for entry in budgets),
             f"{metrics['mean_accuracy'][name]:.1%}",
+            _gain(metrics["gains"].get(name)),
             f"{metrics['violations'][name]['rate']:.1%}",
         ]
         for name, title in METHOD_NAMES.items()
         if name in metrics["mean_accuracy"]
     ]
+    rows.append(["uncontrolled", *("" for _ in budgets), f"{metrics['uncontrolled']['accuracy']:.1%}", "", ""])
     return ReportTable(
         "Accuracy by budget (ms)",
-        ["method", *(f"{entry['budget_ms']:.1f}" for entry in budgets), "mean", "over\nbudget"],
+        [
+            "method",
+            *(f"{entry['budget_ms']:.1f}" for entry in budgets),
+            "mean",
+            "controller's lead,\npoints (95 %)",
+            "over\nbudget",
+        ],
         rows,
-        f"{metrics['test_questions']} test questions; lookup table and question-type oracle are chosen on"
-        f" {metrics['selection_questions']} selection questions. Over budget: measured latency above the budget by more"
-        f" than {metrics['tolerance']:.0%}. How methods are timed: answers of the controller and of imitation include"
-        " the controller's overhead; all other methods answer with fixed knobs, without it. Which configurations fit a"
-        " budget is decided alike for all: a profiled estimator includes the controller's overhead in every estimate,"
-        " so the lookup table and the other baselines are charged with an overhead that they do not have.",
+        f"{metrics['test_questions']} questions about {metrics['test_pictures']} test pictures; intervals are a bootstrap"
+        f" over pictures. Each method is charged its own time ({_own_times(metrics)}): it may choose what fits the budget"
+        f" with that. Tables are chosen on {metrics['selection_questions']} selection questions. Best by words is the"
+        f" {METHOD_NAMES[metrics['words_method']]}, the better one on the test questions.{_drop_order_note(metrics)} Over"
+        f" budget: measured latency above the budget by more than {metrics['tolerance']:.0%}. Uncontrolled: the full"
+        " configuration always.",
+    )
+
+
+def _gain(entry: Mapping[str, Any] | None) -> str:
+    """In points, with its interval."""
+    if entry is None:
+        return ""
+    low, high = (100 * bound for bound in entry["interval"])
+    return f"{100 * entry['mean']:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def _own_times(metrics: Metrics) -> str:
+    known = {name: own_ms for name, own_ms in metrics["own_ms"].items() if name in _CHARGED}
+    return ", ".join(f"{METHOD_NAMES[name]} {own_ms:.2f} ms" for name, own_ms in known.items())
+
+
+def _drop_order_note(metrics: Metrics) -> str:
+    others = len(metrics["drop_orders"]) - 1
+    if not others:
+        return ""
+    used = [
+        METHOD_NAMES[name]
+        for name in METHOD_NAMES
+        if name in metrics["mean_accuracy"] and any(entry[name]["other_drop_order"] > 0 for entry in metrics["budgets"])
+    ]
+    offered = f" All but the controller and imitation may drop blocks in {others} other order{'s'[: others - 1]}, too"
+    return f"{offered}; used by: {', '.join(used) or 'none'}."
+
+
+def _equal_latency_table(metrics: Metrics) -> ReportTable:
+    """The area between the controller's curve and others."""
+    by_latency = {latency: metrics[f"at_equal_{latency}"] for latency in _LATENCY_NAMES}
+    names = [name for name in METHOD_NAMES if name in by_latency["p50"] and name != "controller"]
+    rows = [
+        [
+            METHOD_NAMES[name],
+            *(
+                _gain({"mean": entry[name]["gain"], "interval": entry[name]["interval"]})
+                for entry in by_latency.values()
+            ),
+        ]
+        for name in names
+    ]
+    return ReportTable(
+        "The controller's lead at equal latency, points (95 %)",
+        ["over", *_LATENCY_NAMES.values()],
+        rows,
+        "The mean difference between the curves of accuracy by latency, over the controller's budgets. The latency of all"
+        " test questions follows from the estimates, the measured pace of answers with fixed knobs, and each method's"
+        " own time.",
+    )
+
+
+def _ablation_table(metrics: Metrics) -> ReportTable:
+    ablation = metrics["ablation"]
+    rows = [
+        [title, f"{ablation[name]:.1%}", f"{100 * (ablation[name] - ablation['controller']):+.1f}"]
+        for name, title in _ABLATION_NAMES.items()
+        if name in ablation
+    ]
+    return ReportTable(
+        "What the controller's inputs are worth",
+        ["the controller with", "mean\naccuracy", "points"],
+        rows,
+        "One input replaced at a time, on all test questions under all budgets; the controller is not trained again.",
     )
 
 
 def _latency_table(metrics: Metrics) -> ReportTable:
-    methods = ("lookup", "controller")
+    methods = ("lookup", "words", "controller")
     rows = [
         [f"{entry['budget_ms']:.1f}", *(cell for name in methods for cell in _latency_cells(entry[name]))]
         for entry in metrics["budgets"]
@@ -76,7 +168,8 @@ def _latency_table(metrics: Metrics) -> ReportTable:
         ["budget", *(column for name in methods for column in (f"{name}\np50", "\np95", "\nover budget"))],
         rows,
         f"{metrics['timed_questions_per_budget']['controller']} answers per budget and method, one request at a time;"
-        " methods and budgets are interleaved, so slowdowns of the machine affect all of them equally.",
+        " methods and budgets are interleaved, so slowdowns of the machine affect all of them equally. Tables answer with"
+        " fixed knobs; their own time is added.",
     )
 
 
@@ -135,14 +228,20 @@ def _errors(entry: Mapping[str, Any]) -> str:
 
 def _headline_table(metrics: Metrics) -> ReportTable:
     overhead, violations = metrics["controller_overhead"], metrics["violations"]["controller"]
+    words = METHOD_NAMES[metrics["words_method"]]
     rows = [
         ["mean accuracy of the controller", f"{metrics['mean_accuracy']['controller']:.1%}"],
+        ["lead over the lookup table, points", _gain(metrics["gain_over_lookup"])],
+        [f"lead over the best by words ({words}), points", _gain(metrics["gain_over_words"])],
         [
             f"answers over budget by more than {metrics['tolerance']:.0%}",
             _rate_with_interval(violations["rate"], violations["interval"]),
         ],
         ["controller's own time, p50", f"{overhead['p50_ms']:.2f} ms, {overhead['share_of_answer']:.1%} of an answer"],
-        ["overhead against fixed knobs, p50", f"{overhead['overhead_p50_ms']:+.2f} ms"],
+        [
+            "overhead against fixed knobs, p50",
+            f"{overhead['overhead_p50_ms']:+.2f} ms, {overhead['overhead_share_of_answer']:.1%} of an answer",
+        ],
     ]
     return ReportTable("Headline", ["", "test"], rows, _drift_note(metrics))
 
@@ -172,13 +271,13 @@ def _rate_with_interval(rate: float, interval: Sequence[float]) -> str:
 
 
 _LINES = {
-    "per_question_oracle": ("#999999", ":", "v"),
-    "question_type_oracle": ("#44aa77", "--", "^"),
+    "ceiling": ("#999999", ":", "^"),
     "controller": ("#cc3311", "-", "o"),
-    "imitation": ("#ee8866", "-", "x"),
+    "words": ("#44aa77", "-", "D"),
     "lookup": ("#223355", "-", "s"),
 }
 """Color, line style and marker of the methods in the chart."""
+_CHARGED = ("controller", "words_classifier", "one_stage")
 _TIER_COLORS = ("#bbddee", "#77aadd", "#4477aa", "#223377")
 _GUIDE_COLOR = "#bbbbbb"
 
@@ -195,7 +294,8 @@ def draw(metrics: Metrics, path: Path) -> None:
     figure.suptitle("Controller under a latency budget", fontweight="bold")
     figure.supxlabel(
         f"Accuracy on {metrics['test_questions']} test questions. Latency is measured, one request at a time:"
-        f" {metrics['timed_questions_per_budget']['controller']} answers per budget.",
+        f" {metrics['timed_questions_per_budget']['controller']} answers per budget and method, and at least"
+        f" {MIN_TIMED_ANSWERS} per fixed configuration.",
         fontsize=8,
         color="#555555",
     )
@@ -203,31 +303,49 @@ def draw(metrics: Metrics, path: Path) -> None:
 
 
 def _draw_accuracy(axes: Axes, metrics: Metrics) -> None:
-    """Accuracy against measured latency: everything stands at the median of its timed answers."""
-    fixed = metrics["fixed_configurations"]
-    tiers = list(dict.fromkeys(entry["knobs"]["tier"] for entry in fixed))
+    """Accuracy against measured latency: everything is at the median of its timed answers."""
+    fixed = [entry for entry in metrics["fixed_configurations"] if entry["answers"] >= MIN_TIMED_ANSWERS]
+    tiers = list(dict.fromkeys(entry["knobs"]["tier"] for entry in metrics["fixed_configurations"]))
     for index, tier in enumerate(tiers):
         entries = [entry for entry in fixed if entry["knobs"]["tier"] == tier]
-        axes.scatter(
-            [entry["p50_ms"] for entry in entries],
-            [100 * entry["accuracy"] for entry in entries],
-            s=14,
-            color=_TIER_COLORS[index % len(_TIER_COLORS)],
-            linewidths=0,
-            label=f"fixed, tier {tier}",
-        )
-    for name, (color, line, marker) in _LINES.items():
-        if name in metrics["mean_accuracy"]:
-            points = [(entry[name]["p50_ms"], 100 * entry[name]["accuracy"]) for entry in metrics["budgets"]]
-            axes.plot(
-                *zip(*points, strict=True), line, color=color, marker=marker, markersize=5, label=METHOD_NAMES[name]
+        if entries:
+            axes.scatter(
+                [entry["p50_ms"] for entry in entries],
+                [100 * entry["accuracy"] for entry in entries],
+                s=14,
+                color=_TIER_COLORS[index % len(_TIER_COLORS)],
+                linewidths=0,
+                label=f"fixed, tier {tier}",
             )
+    for name in _LINES:
+        if name in metrics["mean_accuracy"]:
+            _draw_method(axes, metrics, name)
+    full = metrics["uncontrolled"]
+    axes.plot(full["p50_ms"], 100 * full["accuracy"], "*", color="#aa8800", markersize=11, label="uncontrolled")
     _draw_budget_guides(axes, metrics)
-    axes.set_xlabel("measured latency, ms (median of timed answers; dotted: budgets)")
+    axes.set_xlabel("measured latency, ms (p50, whiskers to p95; dotted: budgets)")
     axes.set_ylabel("accuracy, %")
     axes.set_title("Accuracy vs. latency", fontsize=10)
     axes.legend(fontsize=8, frameon=False, loc="lower right")
     _finish(axes)
+
+
+def _draw_method(axes: Axes, metrics: Metrics, name: str) -> None:
+    """A marker at the p50 of every budget, a whisker to its p95."""
+    (color, line, marker), entries = _LINES[name], [entry[name] for entry in metrics["budgets"]]
+    whiskers = [entry["p95_ms"] - entry["p50_ms"] for entry in entries]
+    axes.errorbar(
+        [entry["p50_ms"] for entry in entries],
+        [100 * entry["accuracy"] for entry in entries],
+        xerr=[[0.0] * len(whiskers), whiskers],
+        color=color,
+        linestyle=line,
+        marker=marker,
+        markersize=5,
+        capsize=2,
+        elinewidth=0.7,
+        label=METHOD_NAMES[name],
+    )
 
 
 def _draw_budget_guides(axes: Axes, metrics: Metrics) -> None:
@@ -258,12 +376,13 @@ def _draw_budgets(axes: Axes, metrics: Metrics) -> None:
     tolerated = [(1 + metrics["tolerance"]) * value for value in limits]
     axes.plot(limits, limits, color="#555555", linewidth=1, label="budget")
     axes.fill_between(limits, limits, tolerated, color="#dddddd", linewidth=0, label=f"{metrics['tolerance']:.0%} over")
-    for index, name in enumerate(("lookup", "controller")):
+    methods = ("lookup", "words", "controller")
+    for index, name in enumerate(methods):
         color, _, marker = _LINES[name]
         medians = [entry[name]["p50_ms"] for entry in metrics["budgets"]]
         whiskers = [entry[name]["p95_ms"] - entry[name]["p50_ms"] for entry in metrics["budgets"]]
         axes.errorbar(
-            [budget + step * (0.16 * index - 0.08) for budget in budgets],
+            [budget + step * 0.16 * (index - (len(methods) - 1) / 2) for budget in budgets],
             medians,
             [[0.0] * len(whiskers), whiskers],
             color=color,

@@ -1,10 +1,12 @@
-"""Measured latency of answers, one request at a time. All methods and budgets are shuffled, so that slowdowns of the
-machine affect all of them equally.
+"""Measured latency of answers, one request at a time, and what each method adds to an answer with fixed knobs. All
+methods and budgets are shuffled, so that slowdowns of the machine affect all of them equally.
 """
 
 from __future__ import annotations
 
 import random
+import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +15,7 @@ from typing import Any
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import DECODE, PREFILL, EstimatedLatency, MeasuredLatency
 from groupwise.workloads.controller.config import BudgetScope
-from groupwise.workloads.controller.evaluate.exact import EvaluationSet
+from groupwise.workloads.controller.evaluate.exact import Choices, EvaluationSet, first_equal, own_candidates
 from groupwise.workloads.controller.model.executor import AnswerRequest
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.policy.decide import Controller
@@ -43,6 +45,35 @@ class TimedAnswer:
         decode_ms = self.measured.stages_ms[DECODE] if scope == "first_token" else 0.0
         return self.measured.total_ms - decode_ms
 
+    def pace(self, scope: BudgetScope) -> float:
+        """Measured over estimated time of that part."""
+        decode_ms = self.estimated.stages_ms.get(DECODE, 0.0) if scope == "first_token" else 0.0
+        return self.latency_ms(scope) / (self.estimated.total_ms - decode_ms)
+
+
+@dataclass(frozen=True)
+class AddedTime:
+    """What methods add to an answer with fixed knobs, in ms: medians, and 0 where the median is not above 0."""
+
+    served_ms: float
+    """A served answer less the same one with fixed knobs: the decisions, and the pass that stops for them."""
+    stage_one_ms: float
+    """The controller's first decision, with its look at the overview."""
+    words_ms: float
+    """A prediction from the words of the question."""
+    pairs: int
+    """Of answers that were timed for this."""
+
+    def of(self, method: str) -> float:
+        """A table adds nothing. A controller that decides all at once needs one stage, the ceiling as much as the
+        controller."""
+        by_method = {
+            **dict.fromkeys(("controller", "imitation", "ceiling"), self.served_ms),
+            "one_stage": self.stage_one_ms,
+            "words_classifier": self.words_ms,
+        }
+        return by_method.get(method, 0.0)
+
 
 class AnswerTimer:
     """Collects what is to be timed, then times each distinct job once, in random order."""
@@ -51,8 +82,7 @@ class AnswerTimer:
         self.task, self.test_set = task, test_set
         self.configurations = list(task.executor.options.configurations())
         self._servers = {name: _server(controller, task) for name, controller in controllers.items()}
-        paths = [(knobs.tier, task.executor.options.block_path(knobs)) for knobs in self.configurations]
-        self._first_equal = [paths.index(path) for path in paths]
+        self._first_equal = first_equal(task.executor.options, own_candidates(task.executor.options))
         """Several configurations may compute the same: the first of them is timed for all."""
         self._jobs: dict[TimingJob, None] = {}
         self._answers: dict[TimingJob, TimedAnswer] = {}
@@ -73,8 +103,10 @@ class AnswerTimer:
     def fixed(self, question: int, configuration: int) -> TimedAnswer:
         return self._answers[_FIXED, question, self._first_equal[configuration]]
 
-    def has_fixed(self, question: int, configuration: int) -> bool:
-        return (_FIXED, question, self._first_equal[configuration]) in self._answers
+    def answers_with(self, configuration: int) -> list[TimedAnswer]:
+        """All answers with the knobs of this configuration."""
+        index = self._first_equal[configuration]
+        return [answer for (method, _, other), answer in self._answers.items() if (method, other) == (_FIXED, index)]
 
     def served(self, method: str, question: int, budget: int) -> TimedAnswer:
         return self._answers[method, question, budget]
@@ -90,6 +122,36 @@ class AnswerTimer:
         random.Random(seed).shuffle(order)
         for job in [*order[:_WARM_UP], *order]:
             self._answers[job] = self._time(meter, job)
+
+    def measure_added_time(
+        self,
+        method: str,
+        choices: Choices,
+        pairs: Sequence[tuple[int, int]],
+        predict: Callable[[Sequence[Question]], object] | None,
+        seed: int = 0,
+    ) -> AddedTime:
+        """Time these (question, budget) as the method's controller serves them, and with the knobs that it chooses: the
+        two in random order, one directly after the other. Each time a prediction from the words of the question, too.
+        """
+        meter, source = LatencyMeter(find_model_parts(self.task.executor.adapter.model)), random.Random(seed)
+        order = source.sample(list(pairs), len(pairs))
+        added, stage_one, words = [], [], []
+        for step, (question, budget) in enumerate([*order[: _WARM_UP // 2], *order]):
+            index = int(choices[question, budget])
+            jobs = [(method, question, budget), (_FIXED, question, self._first_equal[index])]
+            timed = {job: self._time(meter, job) for job in source.sample(jobs, 2)}
+            served, fixed = (timed[job] for job in jobs)
+            predicted_ms = _clock_ms(partial(predict, [self.test_set.questions[question]])) if predict else 0.0
+            # rounding may tip a choice between two that are equally likely
+            if step >= _WARM_UP // 2 and served.served is not None and served.knobs == self.configurations[index]:
+                added.append(served.measured.total_ms - fixed.measured.total_ms)
+                stage_one.append(served.served.stage_one_ms)
+                words.append(predicted_ms)
+        served_ms, stage_one_ms, words_ms = (
+            max(0.0, statistics.median(values or [0.0])) for values in (added, stage_one, words)
+        )
+        return AddedTime(served_ms, stage_one_ms, words_ms, len(added))
 
     def _time(self, meter: LatencyMeter, job: TimingJob) -> TimedAnswer:
         method, row, index = job
@@ -110,6 +172,12 @@ class AnswerTimer:
     def _estimate(self, question: Question, knobs: Knobs) -> EstimatedLatency:
         (estimated,) = self.task.estimator.estimate(question.prompt_tokens, [knobs])
         return estimated
+
+
+def _clock_ms(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return 1000 * (time.perf_counter() - started)
 
 
 def _server(controller: Controller, task: Task) -> ControllerServer:
