@@ -128,22 +128,18 @@ def at_equal_latency(
 ) -> dict[str, Any]:
     """The controller under its budgets, and what other methods reach at the same latency.
 
-    `gain` is the area between the two curves over the controller's range, as the mean difference at its points.
+    `mean` is the area between the two curves over the controller's range: the mean difference at its points.
     """
     times, _ = controller.points(latency)
-    bootstrap = PictureBootstrap(pictures)
     rows: dict[str, Any] = {
         "controller": {"latency_ms": times.tolist(), "accuracy": controller.accuracy.nanmean(0).tolist()}
     }
     for name, curve in others.items():
         reached = torch.stack([curve.accuracy_at(float(time), latency) for time in times], dim=1)
-        difference = controller.accuracy - reached
         limits_ms, accuracy = curve.points(latency)
         rows[name] = {
             "accuracy": reached.nanmean(0).tolist(),
-            "gain": float(difference.nanmean(1).nanmean()),
-            "interval": bootstrap.interval(difference.nanmean(1)),
-            "gain_by_budget": difference.nanmean(0).tolist(),
+            **gain(controller.accuracy, reached, pictures),
             "curve": {"latency_ms": limits_ms.tolist(), "accuracy": accuracy.tolist()},
         }
     return rows
