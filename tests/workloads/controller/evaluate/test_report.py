@@ -255,7 +255,8 @@ def test_the_report_says_what_each_method_is_charged(evaluated):
     assert f"controller {metrics['own_ms']['controller']:.2f} ms" in tables(metrics)[0].note
     assert metrics["own_ms"]["lookup"] == 0
     assert metrics["own_ms"]["ceiling"] == metrics["own_ms"]["controller"]
-    assert metrics["controller_overhead"]["overhead_p50_ms"] == metrics["own_ms"]["controller"]
+    assert metrics["controller_overhead"]["overhead_p50_ms"] <= metrics["own_ms"]["controller"]
+    assert 0 < metrics["own_ms"]["one_stage"] < metrics["own_ms"]["controller"]
 
 
 def test_a_task_without_test_questions_has_no_report(workload):

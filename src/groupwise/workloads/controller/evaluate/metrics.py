@@ -166,8 +166,8 @@ def controller_overhead(results: EvaluationResults) -> dict[str, Any]:
         "stage_two_p50_ms": float(np.median([answer.stage_two_ms for answer in served])),
         "share_of_answer": float(controller_ms.sum() / total_ms.sum()),
         "share_of_answer_p50": float(np.median(controller_ms / total_ms)),
-        "overhead_p50_ms": results.added.served_ms,
-        "overhead_share_of_answer": results.added.served_ms / float(np.median(total_ms)),
+        "overhead_p50_ms": results.added.difference_ms,
+        "overhead_share_of_answer": results.added.difference_ms / float(np.median(total_ms)),
         "pairs": results.added.pairs,
         "answers": len(answers),
     }

@@ -330,7 +330,8 @@ def _draw_method(axes: Axes, metrics: Metrics, name: str) -> None:
         marker=marker,
         markersize=5,
         capsize=2,
-        elinewidth=0.7,
+        ecolor=(color, 0.4),
+        elinewidth=0.8,
         label=METHOD_NAMES[name],
     )
 

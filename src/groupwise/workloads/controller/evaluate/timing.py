@@ -5,12 +5,14 @@ methods and budgets are shuffled, so that slowdowns of the machine affect all of
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import nan
 from typing import Any
+
+import numpy as np
 
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import DECODE, PREFILL, EstimatedLatency, MeasuredLatency
@@ -53,16 +55,22 @@ class TimedAnswer:
 
 @dataclass(frozen=True)
 class AddedTime:
-    """What methods add to an answer with fixed knobs, in ms: medians, and 0 where the median is not above 0."""
+    """What methods add to an answer with fixed knobs: medians in ms."""
 
-    served_ms: float
+    difference_ms: float
     """A served answer less the same one with fixed knobs: the decisions, and the pass that stops for them."""
     stage_one_ms: float
     """The controller's first decision, with its look at the overview."""
+    stage_two_ms: float
     words_ms: float
     """A prediction from the words of the question."""
     pairs: int
     """Of answers that were timed for this."""
+
+    @property
+    def served_ms(self) -> float:
+        """What a controller adds: at least its two decisions, however noisy the difference is."""
+        return max(self.difference_ms, self.stage_one_ms + self.stage_two_ms)
 
     def of(self, method: str) -> float:
         """A table adds nothing. A controller that decides all at once needs one stage, the ceiling as much as the
@@ -136,22 +144,20 @@ class AnswerTimer:
         """
         meter, source = LatencyMeter(find_model_parts(self.task.executor.adapter.model)), random.Random(seed)
         order = source.sample(list(pairs), len(pairs))
-        added, stage_one, words = [], [], []
-        for step, (question, budget) in enumerate([*order[: _WARM_UP // 2], *order]):
+        rows = []
+        for question, budget in [*order[: _WARM_UP // 2], *order]:
             index = int(choices[question, budget])
             jobs = [(method, question, budget), (_FIXED, question, self._first_equal[index])]
             timed = {job: self._time(meter, job) for job in source.sample(jobs, 2)}
             served, fixed = (timed[job] for job in jobs)
-            predicted_ms = _clock_ms(partial(predict, [self.test_set.questions[question]])) if predict else 0.0
+            assert served.served is not None
             # rounding may tip a choice between two that are equally likely
-            if step >= _WARM_UP // 2 and served.served is not None and served.knobs == self.configurations[index]:
-                added.append(served.measured.total_ms - fixed.measured.total_ms)
-                stage_one.append(served.served.stage_one_ms)
-                words.append(predicted_ms)
-        served_ms, stage_one_ms, words_ms = (
-            max(0.0, statistics.median(values or [0.0])) for values in (added, stage_one, words)
-        )
-        return AddedTime(served_ms, stage_one_ms, words_ms, len(added))
+            same = served.knobs == self.configurations[index]
+            difference_ms = served.measured.total_ms - fixed.measured.total_ms if same else nan
+            words_ms = _clock_ms(partial(predict, [self.test_set.questions[question]])) if predict else 0.0
+            rows.append((difference_ms, served.served.stage_one_ms, served.served.stage_two_ms, words_ms))
+        difference_ms, stage_one_ms, stage_two_ms, words_ms = np.nanmedian(rows[-len(order) :], axis=0).tolist()
+        return AddedTime(difference_ms, stage_one_ms, stage_two_ms, words_ms, len(order))
 
     def _time(self, meter: LatencyMeter, job: TimingJob) -> TimedAnswer:
         method, row, index = job
