@@ -127,7 +127,7 @@ class ControllerEvalConfig:
     """Timed answers of every fixed configuration, besides those that some method chose."""
     imitation_steps: int = 200
     """Training steps of the baseline that is trained on right answers instead of rewards; 0 leaves it out."""
-    predictor_steps: int = 1500
+    predictor_steps: int = 1000
     """Training steps of the baselines and the ceiling that predict the accuracy of every configuration; 0 leaves them
     out."""
     prefilled_questions: int = 2000

@@ -19,8 +19,8 @@ from groupwise.workloads.controller.task import Question
 
 Features = Callable[[Sequence[Question]], Float[Tensor, "questions features"]]
 _HIDDEN, _DROPOUT = 128, 0.2
-_ROWS_PER_STEP, _LEARNING_RATE, _WEIGHT_DECAY = 256, 2e-3, 0.05
-_STEPS_BETWEEN_CHECKS = 50
+_ROWS_PER_STEP, _LEARNING_RATE, _WEIGHT_DECAY = 128, 2e-3, 0.05
+_STEPS_BETWEEN_CHECKS = 100
 _PICTURES_PER_HELD_OUT = 5
 """One picture in five is held out, and the weights that predict those best are kept."""
 _SMALLEST_STD = 0.05
@@ -134,10 +134,13 @@ def _fit(
     *,
     steps: int,
 ) -> None:
+    known = (~targets.isnan()).float()
+    targets = targets.nan_to_num(0.0)
+
     def loss(rows: Int64[Tensor, " rows"]) -> Float[Tensor, ""]:
-        logits, wanted = start[rows] + network(inputs[rows]), targets[rows]
-        known = ~wanted.isnan()
-        return binary_cross_entropy_with_logits(logits[known], wanted[known])
+        logits, weight = start[rows] + network(inputs[rows]), known[rows]
+        total = binary_cross_entropy_with_logits(logits, targets[rows], weight, reduction="sum")
+        return total / weight.sum().clamp(min=1.0)
 
     def held_out_loss() -> float:
         network.eval()
@@ -148,7 +151,7 @@ def _fit(
 
     trained_on = (~held_out).nonzero()[:, 0]
     checked = held_out.nonzero()[:, 0] if held_out.any() else trained_on
-    optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=_LEARNING_RATE, weight_decay=_WEIGHT_DECAY, fused=True)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps))
     best, weights = held_out_loss(), _copy(network.state_dict())
     for step in range(1, steps + 1):
