@@ -14,6 +14,7 @@ from enum import StrEnum
 import numpy as np
 
 from groupwise.workloads.controller.tasks.mosaic.model import (
+    BLOCKS,
     FEWEST_BLOCKS,
     FIRST_DROPPABLE_BLOCK,
     SMALLEST_TOP_K,
@@ -105,6 +106,11 @@ class PretrainConfig:
     def steps(self) -> int:
         return self.alignment_steps + self.reading_steps + self.cipher_steps
 
+    @property
+    def reading_blocks(self) -> int:
+        """The first so many blocks read; the others learn the cipher."""
+        return self.size.blocks - (BLOCKS - FEWEST_BLOCKS)
+
     def random(self, step: int) -> np.random.Generator:
         """The random numbers of this step, independent of all other steps."""
         return np.random.default_rng([self.seed, step])
@@ -152,13 +158,13 @@ def draw_knobs(config: PretrainConfig, step: int, rng: np.random.Generator) -> S
     """A random tier, and in some steps a random top-k and, in the cipher phase, fewer of the last blocks."""
     tier = _TIERS[rng.choice(len(_TIERS), p=_TIER_SHARES)]
     is_reading = config.phase(step) is Phase.READING
-    blocks = FEWEST_BLOCKS if is_reading else config.size.blocks
+    blocks = config.reading_blocks if is_reading else config.size.blocks
     is_varied = rng.random() < config.varied_share
     if not is_varied or (is_reading and config.progress(step) < _KNOBS_VARY_FROM):
         return StepKnobs(tier, blocks, config.size.top_k)
     return StepKnobs(
         tier,
-        int(rng.integers(min(blocks, FEWEST_BLOCKS), blocks + 1)),
+        int(rng.integers(config.reading_blocks, blocks + 1)),
         top_k=int(rng.integers(SMALLEST_TOP_K, config.size.top_k + 1)),
         insertion_position=int(rng.integers(1, FIRST_DROPPABLE_BLOCK + 1)),
         is_varied=True,

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
-from groupwise.workloads.controller.tasks.mosaic.model import FEWEST_BLOCKS
 from groupwise.workloads.controller.tasks.mosaic.questions import (
     FIRST_NUMBER_TOKEN,
     FIRST_ROW_TOKEN,
@@ -151,13 +150,13 @@ class Learner(nn.Module):
             block.mlp.gate.weight.requires_grad_(False)
         self.heads = TileHeads(model.config.vision_config.hidden_size)
 
-    def freeze_all_but_last_blocks(self) -> None:
-        """For the cipher phase: the last blocks, the final norm and the output head are trained."""
+    def freeze_before(self, block: int) -> None:
+        """For the cipher phase: the blocks from this one on, the final norm and the output head are trained."""
         text = self.model.model.language_model
         self.requires_grad_(False)
-        for block in text.layers[FEWEST_BLOCKS:]:
-            block.requires_grad_(True)
-            block.mlp.gate.weight.requires_grad_(False)
+        for layer in text.layers[block:]:
+            layer.requires_grad_(True)
+            layer.mlp.gate.weight.requires_grad_(False)
         text.norm.requires_grad_(True)
         self.model.lm_head.requires_grad_(True)
 
