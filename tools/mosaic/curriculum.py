@@ -85,8 +85,8 @@ class PretrainConfig:
     seed: int = 0
     alignment_steps: int = 900
     alignment_mosaics: int = 48
-    reading_steps: int = 1300
-    cipher_steps: int = 1200
+    reading_steps: int = 1200
+    cipher_steps: int = 1000
     learning_rate: float = 2e-3
     cool_down: float = 0.4
     """Last fraction of the reading and cipher phases, in which the learning rate falls linearly."""

@@ -132,6 +132,7 @@ def tile_loss(
 _READ_WEIGHT_EARLY, _READ_WEIGHT_LATE = 0.5, 0.2
 _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
+_ALIGNMENT_WEIGHT = 1.0
 _ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
 _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
@@ -195,8 +196,11 @@ def reading_step(
     answered = _answer_batch(learner.model, features.projected, in_plain, types, knobs, rng, run_block)
     read_weight = _READ_WEIGHT_EARLY if config.progress(step) < 0.5 else _READ_WEIGHT_LATE
     loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * answered.balance
-    fractions |= {"read": answered.read_accuracy} | _by_type(answered, mosaics, types, knobs)
-    return StepOutcome(loss=loss + _TILE_WEIGHT * tiles, fractions=fractions)
+    # Otherwise the tower forgets what it has learned, before anything reads it.
+    aligned = alignment_loss(learner.model.get_input_embeddings().weight, features, mosaics, knobs.tier)
+    loss = loss + _TILE_WEIGHT * tiles + _ALIGNMENT_WEIGHT * (1 - config.progress(step)) * aligned
+    fractions |= {"read": answered.read_accuracy, "misaligned": aligned.item()}
+    return StepOutcome(loss=loss, fractions=fractions | _by_type(answered, mosaics, types, knobs))
 
 
 def cipher_step(
