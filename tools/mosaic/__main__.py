@@ -3,6 +3,7 @@
     python -m tools.mosaic pretrain --folder runs/mosaic     resumes after a kill
     python -m tools.mosaic importance                        measures the drop order of its blocks
     python -m tools.mosaic answer-table                      precomputes its answers for the recipe `controller`
+    python -m tools.mosaic contact-sheet                     draws the families of mosaics for the docs
 
 Before `importance`, copy config.json, generation_config.json and model.safetensors from the folder into
 src/groupwise/workloads/controller/tasks/mosaic/asset.
@@ -33,6 +34,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import make_question_
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_questions
 from tools.mosaic.answer_table import answer_in_processes
+from tools.mosaic.contact_sheet import draw_contact_sheet
 from tools.mosaic.curriculum import PretrainConfig
 from tools.mosaic.importance import find_drop_orders, save_drop_orders
 from tools.mosaic.pretrain import pretrain
@@ -118,11 +120,22 @@ class AnswerTableCommand:
         _CONSOLE.print(f"{len(questions)} questions under {own.shape[1]} configurations: {path}")
 
 
+@dataclass(frozen=True)
+class ContactSheetCommand:
+    """Draw the families of mosaics, as the docs show them."""
+
+    file: Path = Path("docs/mosaic.png")
+
+    def run(self) -> None:
+        draw_contact_sheet(self.file)
+
+
 def main(arguments: list[str] | None = None) -> None:
     commands: dict[str, Callable[..., Any]] = {
         "pretrain": PretrainCommand,
         "importance": ImportanceCommand,
         "answer-table": AnswerTableCommand,
+        "contact-sheet": ContactSheetCommand,
     }
     tyro.extras.subcommand_cli_from_dict(commands, prog="python -m tools.mosaic", args=arguments).run()
 

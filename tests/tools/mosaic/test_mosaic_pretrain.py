@@ -46,7 +46,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(tmp_path: Path, killed_after: 
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
-@pytest.mark.parametrize("command", ["pretrain", "importance", "answer-table"])
+@pytest.mark.parametrize("command", ["pretrain", "importance", "answer-table", "contact-sheet"])
 def test_every_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
