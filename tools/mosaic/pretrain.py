@@ -14,7 +14,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
 from tools.mosaic.curriculum import Phase, PretrainConfig
 from tools.mosaic.dense_forward import BlockPass, block_pass
-from tools.mosaic.losses import Learner, StepOutcome, vision_step, cipher_step, reading_step
+from tools.mosaic.losses import Learner, StepOutcome, cipher_step, reading_step, vision_step
 from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _WORD_STD = 0.5
