@@ -1,6 +1,7 @@
 """The curriculum: what pretraining does at which step, as a pure function of the config and the step.
 
-    alignment   the vision tower learns to say what each image token shows
+    alignment   the vision tower learns to read its crops, and image tokens where they are
+    naming      each image token learns to name the digit of its tile
     reading     the first 12 blocks learn to answer; a frame changes no answer yet
     cipher      the last 4 blocks learn codes and cipher, all else is frozen
 
@@ -14,6 +15,7 @@ from enum import StrEnum
 import numpy as np
 
 from groupwise.workloads.controller.tasks.mosaic.model import (
+    BLOCKS,
     FEWEST_BLOCKS,
     FIRST_DROPPABLE_BLOCK,
     SMALLEST_TOP_K,
@@ -72,8 +74,12 @@ _KNOBS_VARY_FROM = 0.35
 
 class Phase(StrEnum):
     ALIGNMENT = "alignment"
+    NAMING = "naming"
     READING = "reading"
     CIPHER = "cipher"
+
+
+_VISION_PHASES = (Phase.ALIGNMENT, Phase.NAMING)
 
 
 @dataclass(frozen=True)
@@ -83,9 +89,11 @@ class PretrainConfig:
     size: MosaicSize = field(default_factory=MosaicSize)
     seed: int = 0
     alignment_steps: int = 900
+    naming_steps: int = 600
     alignment_mosaics: int = 48
-    reading_steps: int = 1300
-    cipher_steps: int = 1200
+    """Also of naming."""
+    reading_steps: int = 1000
+    cipher_steps: int = 900
     learning_rate: float = 2e-3
     cool_down: float = 0.4
     """Last fraction of the reading and cipher phases, in which the learning rate falls linearly."""
@@ -103,7 +111,12 @@ class PretrainConfig:
 
     @property
     def steps(self) -> int:
-        return self.alignment_steps + self.reading_steps + self.cipher_steps
+        return sum(length for _, length in self._spans().values())
+
+    @property
+    def reading_blocks(self) -> int:
+        """The first so many blocks read; the others learn the cipher."""
+        return self.size.blocks - (BLOCKS - FEWEST_BLOCKS)
 
     def random(self, step: int) -> np.random.Generator:
         """The random numbers of this step, independent of all other steps."""
@@ -118,21 +131,21 @@ class PretrainConfig:
         return (step - first) / length
 
     def learning_rate_at(self, step: int) -> float:
-        """A ramp and a cosine for alignment; then, in each phase, a ramp, a hold and a cool-down."""
+        """A ramp and a cosine for the vision tower; then, in each phase, a ramp, a hold and a cool-down."""
         progress, (first, _) = self.progress(step), self._spans()[self.phase(step)]
         ramp = min(1.0, (step - first + 1) / _WARM_UP_STEPS)
-        if self.phase(step) is Phase.ALIGNMENT:
+        if self.phase(step) in _VISION_PHASES:
             return self.learning_rate * ramp * (0.03 + 0.97 * 0.5 * (1 + math.cos(math.pi * progress)))
         return self.learning_rate * ramp * min(1.0, (1 - progress) / self.cool_down)
 
     def vision_learning_rate_at(self, step: int) -> float:
-        share = 1.0 if self.phase(step) is Phase.ALIGNMENT else self.vision_share
+        share = 1.0 if self.phase(step) in _VISION_PHASES else self.vision_share
         return self.learning_rate_at(step) * share
 
     def _spans(self) -> dict[Phase, tuple[int, int]]:
         """First step and number of steps of each phase."""
-        lengths = (self.alignment_steps, self.reading_steps, self.cipher_steps)
-        firsts = (0, self.alignment_steps, self.alignment_steps + self.reading_steps)
+        lengths = (self.alignment_steps, self.naming_steps, self.reading_steps, self.cipher_steps)
+        firsts = np.cumsum([0, *lengths[:-1]]).tolist()
         return dict(zip(Phase, zip(firsts, lengths, strict=True), strict=True))
 
 
@@ -152,13 +165,13 @@ def draw_knobs(config: PretrainConfig, step: int, rng: np.random.Generator) -> S
     """A random tier, and in some steps a random top-k and, in the cipher phase, fewer of the last blocks."""
     tier = _TIERS[rng.choice(len(_TIERS), p=_TIER_SHARES)]
     is_reading = config.phase(step) is Phase.READING
-    blocks = FEWEST_BLOCKS if is_reading else config.size.blocks
+    blocks = config.reading_blocks if is_reading else config.size.blocks
     is_varied = rng.random() < config.varied_share
     if not is_varied or (is_reading and config.progress(step) < _KNOBS_VARY_FROM):
         return StepKnobs(tier, blocks, config.size.top_k)
     return StepKnobs(
         tier,
-        int(rng.integers(min(blocks, FEWEST_BLOCKS), blocks + 1)),
+        int(rng.integers(config.reading_blocks, blocks + 1)),
         top_k=int(rng.integers(SMALLEST_TOP_K, config.size.top_k + 1)),
         insertion_position=int(rng.integers(1, FIRST_DROPPABLE_BLOCK + 1)),
         is_varied=True,

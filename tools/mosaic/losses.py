@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
 
-from groupwise.workloads.controller.tasks.mosaic.model import FEWEST_BLOCKS
 from groupwise.workloads.controller.tasks.mosaic.questions import (
     FIRST_NUMBER_TOKEN,
     FIRST_ROW_TOKEN,
@@ -43,6 +42,7 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
     draw_mosaics,
 )
 from tools.mosaic.curriculum import (
+    Phase,
     PretrainConfig,
     StepKnobs,
     draw_knobs,
@@ -114,6 +114,30 @@ def alignment_loss(
     return distance / named.square().sum(1).mean()
 
 
+def naming_loss(
+    words: Float[Tensor, "vocabulary width"], features: VisionFeatures, mosaics: Mosaics, tier: Tier
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """Cross entropy of the digits that each image token's patch shows, by the token's similarity to their words; and
+    how often the tokens of crops of one tile name it rightly, by print.
+
+    The squared distance alone is content with the mean digit: no token knows its tile's digit at first.
+    """
+    named = words[_WORDS[-_LABELS:]].detach()
+    shown = coverage(tier) @ functional.one_hot(torch.from_numpy(mosaics.labels), _LABELS).float()
+    logits = features.projected.flatten(1, 2) @ named.T * (_NAMING_SHARPNESS / named.square().sum(1).mean())
+    loss = -(shown * logits.log_softmax(-1)).sum(-1).mean()
+    if tier is not Tier.HIGH:
+        return loss, {}
+    is_right = logits[:, TOKENS_PER_CROP:].argmax(-1) == shown[:, TOKENS_PER_CROP:].argmax(-1)
+    by_mosaic = is_right.float().mean(1).detach().numpy()
+    right = {
+        f"named {style}": float(by_mosaic[mosaics.prints == index].mean())
+        for index, style in enumerate(PRINTS)
+        if (mosaics.prints == index).any()
+    }
+    return loss, right
+
+
 def tile_loss(
     heads: TileHeads, features: VisionFeatures, mosaics: Mosaics, tier: Tier
 ) -> tuple[Float[Tensor, ""], dict[str, float]]:
@@ -133,6 +157,10 @@ def tile_loss(
 _READ_WEIGHT_EARLY, _READ_WEIGHT_LATE = 0.5, 0.2
 _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
+_NAMING_WEIGHT = 2.0
+_NAMING_TILE_WEIGHT = 0.2
+# Logits of naming, in units of a word with itself.
+_NAMING_SHARPNESS = 6.0
 _ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
 _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
@@ -151,13 +179,13 @@ class Learner(nn.Module):
             block.mlp.gate.weight.requires_grad_(False)
         self.heads = TileHeads(model.config.vision_config.hidden_size)
 
-    def freeze_all_but_last_blocks(self) -> None:
-        """For the cipher phase: the last blocks, the final norm and the output head are trained."""
+    def freeze_before(self, block: int) -> None:
+        """For the cipher phase: the blocks from this one on, the final norm and the output head are trained."""
         text = self.model.model.language_model
         self.requires_grad_(False)
-        for block in text.layers[FEWEST_BLOCKS:]:
-            block.requires_grad_(True)
-            block.mlp.gate.weight.requires_grad_(False)
+        for layer in text.layers[block:]:
+            layer.requires_grad_(True)
+            layer.mlp.gate.weight.requires_grad_(False)
         text.norm.requires_grad_(True)
         self.model.lm_head.requires_grad_(True)
 
@@ -170,16 +198,23 @@ class StepOutcome:
     fractions: dict[str, float]
 
 
-def alignment_step(learner: Learner, handwriting: Handwriting, config: PretrainConfig, step: int) -> StepOutcome:
-    """One alignment batch; the tiers take turns."""
+def vision_step(learner: Learner, handwriting: Handwriting, config: PretrainConfig, step: int) -> StepOutcome:
+    """One batch of alignment or naming; the tiers take turns."""
     rng = config.random(step)
     tier = _ALIGNMENT_TIERS[step % len(_ALIGNMENT_TIERS)]
     count = int(config.alignment_mosaics * _COARSER_MOSAICS[tier])
     mosaics = draw_mosaics(handwriting, count, TRAIN_JITTER, rng, family_shares(config, step, tier))
     features = encode_mosaics(learner.model, mosaics.pixels, tier)
     tiles, by_print = tile_loss(learner.heads, features, mosaics, tier)
-    aligned = alignment_loss(learner.model.get_input_embeddings().weight, features, mosaics, tier)
-    return StepOutcome(loss=tiles + aligned, fractions={**by_print, "misaligned": aligned.item()})
+    words = learner.model.get_input_embeddings().weight
+    aligned = alignment_loss(words, features, mosaics, tier)
+    if config.phase(step) is Phase.ALIGNMENT:
+        return StepOutcome(loss=tiles + aligned, fractions={**by_print, "misaligned": aligned.item()})
+    named, right = naming_loss(words, features, mosaics, tier)
+    return StepOutcome(
+        loss=_NAMING_TILE_WEIGHT * tiles + aligned + _NAMING_WEIGHT * named,
+        fractions={**by_print, **right, "misaligned": aligned.item()},
+    )
 
 
 def reading_step(
@@ -196,8 +231,15 @@ def reading_step(
     answered = _answer_batch(learner.model, features.projected, in_plain, types, knobs, rng, run_block)
     read_weight = _READ_WEIGHT_EARLY if config.progress(step) < 0.5 else _READ_WEIGHT_LATE
     loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * answered.balance
-    fractions |= {"read": answered.read_accuracy} | _by_type(answered, mosaics, types, knobs)
-    return StepOutcome(loss=loss + _TILE_WEIGHT * tiles, fractions=fractions)
+    # Otherwise the tower forgets what it has learned, before anything reads it.
+    words = learner.model.get_input_embeddings().weight
+    aligned, (named, right) = (
+        alignment_loss(words, features, mosaics, knobs.tier),
+        naming_loss(words, features, mosaics, knobs.tier),
+    )
+    loss = loss + _TILE_WEIGHT * tiles + (1 - config.progress(step)) * (aligned + _NAMING_WEIGHT * named)
+    fractions |= {"read": answered.read_accuracy, "misaligned": aligned.item(), **right}
+    return StepOutcome(loss=loss, fractions=fractions | _by_type(answered, mosaics, types, knobs))
 
 
 def cipher_step(

@@ -14,7 +14,7 @@ from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
 from tools.mosaic.curriculum import Phase, PretrainConfig
 from tools.mosaic.dense_forward import BlockPass, block_pass
-from tools.mosaic.losses import Learner, StepOutcome, alignment_step, cipher_step, reading_step
+from tools.mosaic.losses import Learner, StepOutcome, cipher_step, reading_step, vision_step
 from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _WORD_STD = 0.5
@@ -94,12 +94,12 @@ def pretrain(
     progress = _ProgressLog(config, first, print_line)
     for step in range(first, config.steps if stop_after is None else stop_after):
         match config.phase(step):
-            case Phase.ALIGNMENT:
-                outcome = alignment_step(learner, handwriting, config, step)
+            case Phase.ALIGNMENT | Phase.NAMING:
+                outcome = vision_step(learner, handwriting, config, step)
             case Phase.READING:
                 outcome = reading_step(learner, handwriting, config, step, run_block)
             case Phase.CIPHER:
-                learner.freeze_all_but_last_blocks()
+                learner.freeze_before(config.reading_blocks)
                 outcome = cipher_step(learner, handwriting, config, step, run_block)
         _update(learner, optimizer, outcome, config, step)
         progress.record(step, outcome)

@@ -76,8 +76,7 @@ def _sample_name(split: Split, seed: int, index: int, labels: np.ndarray, tokens
     """A hash of labels and seeds, not of pixels: their last bits depend on the machine, and the precomputed answers
     would not be found.
     """
-    name = "choose" if split is Split.SELECT else split  # as in the names that answers.npz holds
-    content = f"{name} {seed} {index} {labels.ravel().tolist()} {list(tokens)}"
+    content = f"{split} {seed} {index} {labels.ravel().tolist()} {list(tokens)}"
     return content_hash(content)
 
 
