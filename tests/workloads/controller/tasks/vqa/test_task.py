@@ -232,7 +232,7 @@ def test_the_recipe_checks_trains_and_evaluates_from_the_command_line(model, dat
     words += ["--workload.estimator", "proportional", "--workload.answers", tmp_path / "answers.db"]
     words += ["--workload.max-new-tokens", 2, "--conditions-per-step", 4, "--rows-per-pass", 16]
     words += ["--workload.eval.timed-answers", 3, "--workload.eval.timed-answers-other-methods", 2]
-    words += ["--workload.eval.timed-answers-per-configuration", 1]
+    words += ["--workload.eval.timed-answers-per-configuration", 1, "--workload.eval.predictor-steps", 20]
     checked = groupwise("check", *words, "--json")
     assert checked.returncode == 0, checked.stderr
     details = [each["detail"] for each in json.loads(checked.stdout)["checks"] if each["name"] == "note"]
