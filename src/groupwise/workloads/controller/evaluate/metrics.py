@@ -212,15 +212,16 @@ def _stage_ms(answer: TimedAnswer, stage: str) -> float:
 
 
 def fixed_configuration_metrics(results: EvaluationResults) -> list[dict[str, Any]]:
-    """Every distinct configuration by itself, from all answers that were timed with its knobs."""
+    """Every distinct configuration by itself, from all answers that were timed with its knobs, if any."""
     rows = []
     for index in results.timer.distinct_configurations:
         answers = results.timer.answers_with(index)
+        measured = _quantiles([answer.latency_ms(results.scope) for answer in answers]) if answers else {}
         rows.append(
             {
                 "knobs": vars(results.timer.configurations[index]),
                 "accuracy": float(results.test_set.accuracy[:, index].nanmean()),
-                **_quantiles([answer.latency_ms(results.scope) for answer in answers]),
+                **measured,
                 "estimated_ms": float(results.test_set.median_ms[:, index].mean()),
                 "answers": len(answers),
             }
