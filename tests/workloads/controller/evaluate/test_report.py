@@ -262,3 +262,14 @@ def test_a_task_without_test_questions_has_no_report(workload):
     plain = built()
     plain.task = replace(plain.task, test_questions=None)
     assert plain.reporter.final_report() is None
+
+
+def test_what_needs_training_can_be_left_out():
+    settings = ControllerEvalConfig(
+        timed_answers=1, timed_answers_other_methods=1, imitation_steps=0, predictor_steps=0, recalibration_answers=0
+    )
+    report = SmallConfig(budget=BudgetConfig(values=(0.8,)), eval=settings).build(CPU).reporter.final_report()
+    trained = {"imitation", "words_classifier", "one_stage", "ceiling"}
+    assert report.metrics["mean_accuracy"].keys() == METHODS - trained
+    assert report.metrics["words_method"] == "table_by_first_word"
+    assert report.metrics["at_equal_p50"].keys() == {"controller", "lookup", "words"}
