@@ -66,7 +66,7 @@ _PRINT_SHARES = {
     Tier.HIGH: {Print.BOLD: 0.25, Print.COARSE: 0.25, Print.FINE: 0.5},
 }
 _WARM_UP_STEPS = 40
-# Fractions of the reading phase. Finding a tile is learned by then: smaller batches, more hard questions.
+# Fractions of the reading horizon. Finding a tile is learned by then: smaller batches, more hard questions.
 _TILES_ARE_FOUND = 0.25
 # Experts are left out in some steps.
 _KNOBS_VARY_FROM = 0.35
@@ -92,7 +92,9 @@ class PretrainConfig:
     naming_steps: int = 600
     alignment_mosaics: int = 48
     """Also of naming."""
-    reading_steps: int = 1000
+    reading_steps: int = 1500
+    reading_horizon: int = 1000
+    """The stages of reading are fractions of this many steps."""
     cipher_steps: int = 900
     learning_rate: float = 2e-3
     cool_down: float = 0.4
@@ -129,6 +131,11 @@ class PretrainConfig:
         """From 0 at the start of the step's phase to 1 at its end."""
         first, length = self._spans()[self.phase(step)]
         return (step - first) / length
+
+    def reading_progress(self, step: int) -> float:
+        """The same by the horizon of reading; 1 after it."""
+        first, _ = self._spans()[Phase.READING]
+        return min(1.0, (step - first) / self.reading_horizon)
 
     def learning_rate_at(self, step: int) -> float:
         """A ramp and a cosine for the vision tower; then, in each phase, a ramp, a hold and a cool-down."""
@@ -167,7 +174,7 @@ def draw_knobs(config: PretrainConfig, step: int, rng: np.random.Generator) -> S
     is_reading = config.phase(step) is Phase.READING
     blocks = config.reading_blocks if is_reading else config.size.blocks
     is_varied = rng.random() < config.varied_share
-    if not is_varied or (is_reading and config.progress(step) < _KNOBS_VARY_FROM):
+    if not is_varied or (is_reading and config.reading_progress(step) < _KNOBS_VARY_FROM):
         return StepKnobs(tier, blocks, config.size.top_k)
     return StepKnobs(
         tier,
@@ -192,7 +199,7 @@ def family_shares(config: PretrainConfig, step: int, tier: Tier, *, is_varied: b
 
 def mosaics_at(config: PretrainConfig, step: int) -> int:
     """Mosaics of a step with questions, at the high tier."""
-    is_early = config.phase(step) is Phase.READING and config.progress(step) < _TILES_ARE_FOUND
+    is_early = config.reading_progress(step) < _TILES_ARE_FOUND
     return config.early_mosaics if is_early else config.mosaics
 
 
@@ -200,7 +207,7 @@ def draw_question_types(
     config: PretrainConfig, step: int, count: int, rng: np.random.Generator, *, is_varied: bool = False
 ) -> np.ndarray:
     """Random question types by their share at this step: harder ones more often."""
-    shares = _EARLY_TYPE_SHARES if config.progress(step) < _TILES_ARE_FOUND else _LATER_TYPE_SHARES
+    shares = _EARLY_TYPE_SHARES if config.reading_progress(step) < _TILES_ARE_FOUND else _LATER_TYPE_SHARES
     if config.phase(step) is Phase.CIPHER:
         shares = _CIPHER_TYPE_SHARES
     weights = np.array([0.0 if is_varied and name is QuestionType.CODE else shares[name] for name in QUESTION_TYPES])

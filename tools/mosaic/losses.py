@@ -229,7 +229,7 @@ def reading_step(
     types = draw_question_types(config, step, len(mosaics.labels) * config.questions_per_mosaic, rng)
     in_plain = replace(mosaics, framed=np.zeros_like(mosaics.framed))
     answered = _answer_batch(learner.model, features.projected, in_plain, types, knobs, rng, run_block)
-    read_weight = _READ_WEIGHT_EARLY if config.progress(step) < 0.5 else _READ_WEIGHT_LATE
+    read_weight = _READ_WEIGHT_EARLY if config.reading_progress(step) < 0.5 else _READ_WEIGHT_LATE
     loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * answered.balance
     # Otherwise the tower forgets what it has learned, before anything reads it.
     words = learner.model.get_input_embeddings().weight
@@ -237,7 +237,7 @@ def reading_step(
         alignment_loss(words, features, mosaics, knobs.tier),
         naming_loss(words, features, mosaics, knobs.tier),
     )
-    loss = loss + _TILE_WEIGHT * tiles + (1 - config.progress(step)) * (aligned + _NAMING_WEIGHT * named)
+    loss = loss + _TILE_WEIGHT * tiles + (1 - config.reading_progress(step)) * (aligned + _NAMING_WEIGHT * named)
     fractions |= {"read": answered.read_accuracy, "misaligned": aligned.item(), **right}
     return StepOutcome(loss=loss, fractions=fractions | _by_type(answered, mosaics, types, knobs))
 

@@ -107,7 +107,7 @@ def knobs_and_families(config: PretrainConfig, steps: range) -> list[tuple[StepK
 
 
 def test_reading_runs_the_first_twelve_blocks_and_later_with_fewer_experts():
-    config = PretrainConfig(alignment_steps=0, naming_steps=0, reading_steps=1000)
+    config = PretrainConfig(alignment_steps=0, naming_steps=0, reading_steps=1000, reading_horizon=1000)
     early, late = (knobs_and_families(config, steps) for steps in (range(350), range(350, 1000)))
     assert {knobs.blocks for knobs, _ in early + late} == {12}
     assert {knobs.top_k for knobs, _ in early} == {8}
