@@ -11,11 +11,9 @@ from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 def recipe() -> Config:
     return Config(
         MosaicConfig(
-            BudgetConfig((0.62, 0.66, 0.7, 0.74, 0.78, 0.82), on_infeasible="cheapest"),
+            BudgetConfig((0.62, 0.68, 0.74, 0.8, 0.86, 1.0), on_infeasible="cheapest"),
             # fewer than by default, so that training and evaluation take no more than minutes
-            eval=ControllerEvalConfig(
-                timed_answers=60, timed_answers_other_methods=15, timed_answers_per_configuration=1
-            ),
+            eval=ControllerEvalConfig(timed_answers=40, timed_answers_other_methods=8, prefilled_questions=1000),
         ),
         steps=1000,
         conditions_per_step=64,

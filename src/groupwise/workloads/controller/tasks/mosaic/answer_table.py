@@ -63,16 +63,30 @@ def load_answer_table(options: KnobOptions, folder: Path = ASSET) -> AnswerTable
     return AnswerTable(saved.rows, columns, saved.tokens)
 
 
-def load_other_answers(options: KnobOptions, folder: Path = ASSET) -> dict[tuple[int, ...], AnswerTable]:
-    """The same by other drop orders. Only the first insertion position was computed, and stands for the others."""
+@dataclass(frozen=True)
+class PartialAnswerTable:
+    """Answers under another drop order, at the first insertion position alone."""
+
+    table: AnswerTable
+    configurations: Sequence[Knobs]
+    """Of the model, whether they are in the table or not."""
+
+    def get_all(self, sample: str) -> Sequence[tuple[int, ...] | None] | None:
+        if sample not in self.table.rows:
+            return None
+        known = self.table.columns
+        return [self.table.get(sample, knobs) if knobs in known else None for knobs in self.configurations]
+
+
+def load_other_answers(options: KnobOptions, folder: Path = ASSET) -> dict[tuple[int, ...], PartialAnswerTable]:
+    """The precomputed answers by other drop orders."""
     saved = _load(folder)
     if saved is None:
         return {}
-    tables, first = {}, options.insertion_positions[0]
+    tables, configurations = {}, list(options.configurations())
     for order, tokens in zip(load_other_drop_orders(folder), saved.other_tokens, strict=True):
-        of_knobs = {knobs: index for index, knobs in enumerate(options_of_other_order(order, options).configurations())}
-        columns = {knobs: of_knobs[replace(knobs, insertion_position=first)] for knobs in options.configurations()}
-        tables[order] = AnswerTable(saved.rows, columns, tokens)
+        columns = {knobs: index for index, knobs in enumerate(options_of_other_order(order, options).configurations())}
+        tables[order] = PartialAnswerTable(AnswerTable(saved.rows, columns, tokens), configurations)
     return tables
 
 

@@ -17,7 +17,7 @@ from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import ModelSource, Question, Split, Task
-from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table
+from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table, load_other_answers
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 from groupwise.workloads.controller.tasks.mosaic.model import load, mosaic_overview
 from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TYPES, decode, draw_questions
@@ -101,4 +101,5 @@ def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
         source=ModelSource(loaded.name, loaded.fingerprint),
         selection_questions=lambda: mosaic_questions(Split.SELECT, config.selection_mosaics, seed=seed),
         test_questions=lambda: mosaic_questions(Split.TEST, config.test_mosaics, seed=seed),
+        other_answers=load_other_answers(loaded.options),
     )
