@@ -25,6 +25,7 @@ from groupwise.workloads.controller.model.packing import (
     KeysValues,
     PackedRows,
     WorkCounter,
+    row_layout,
 )
 
 PromptKey = tuple[str, str]
@@ -113,26 +114,25 @@ class Executor:
         rows = [_PrefixRow(item, computed.prompts, item.until or max(positions), latency_token) for item in items]
         rows.sort(key=lambda row: len(row.states))
         tokens: dict[PromptKey, dict[int, Tensor]] = {key: {} for row in rows for key in row.keys}
-        with self.blocks.patched():
-            for block in range(max(row.until for row in rows)):
-                running = [row for row in rows if row.until > block]
-                states, keys_values = self.blocks.run(
-                    block,
-                    [row.states for row in running],
-                    [row.position_ids for row in running],
-                    [path[block]] * len(running),
-                    computed.counter,
-                    masks=None if all(row.mask is None for row in running) else [row.mask for row in running],
-                )
-                for row, state, (keys, values) in zip(running, states, keys_values, strict=True):
-                    row.states = row.prompt.add_deepstack(block, state)
-                    if row.mask is None:
-                        node = row.keys[0], path[: block + 1]
-                        computed.states[node] = row.states[:-1]
-                        computed.keys_values[node] = keys[:, :-1], values[:, :-1]
-                    if block + 1 in positions:
-                        for key, index in zip(row.keys, row.token_indices, strict=True):
-                            tokens[key][block + 1] = row.states[index]
+        for block in range(max(row.until for row in rows)):
+            running = [row for row in rows if row.until > block]
+            states, keys_values = self.blocks.run(
+                block,
+                [row.states for row in running],
+                [row.position_ids for row in running],
+                (path[block],) * len(running),
+                computed.counter,
+                masks=None if all(row.mask is None for row in running) else [row.mask for row in running],
+            )
+            for row, state, row_keys_values in zip(running, states, keys_values, strict=True):
+                row.states = row.prompt.add_deepstack(block, state)
+                if row.mask is None:
+                    node = row.keys[0], path[: block + 1]
+                    computed.states[node] = row.states[:-1]
+                    computed.keys_values[node] = row_keys_values
+                if block + 1 in positions:
+                    for key, index in zip(row.keys, row.token_indices, strict=True):
+                        tokens[key][block + 1] = row.states[index]
         return PrefixStates(tokens, computed)
 
     @torch.inference_mode()
@@ -150,14 +150,13 @@ class Executor:
         targets = [(request.prompt_key, self.options.block_path(request.knobs)) for request in requests]
         distinct = list(dict.fromkeys(targets))
         computed = self._start(requests, prefix)
-        with self.blocks.patched():
-            self._run_tree(computed, distinct, keep_keys_values=max_new_tokens > 1)
-            logits = self.adapter.logits(torch.stack([computed.states[target][-1] for target in distinct]))
-            rows = [
-                _decoding_sequence(computed, target, int(scores.argmax()))
-                for target, scores in zip(distinct, logits, strict=True)
-            ]
-            decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, counter=computed.counter)
+        self._run_tree(computed, distinct, keep_keys_values=max_new_tokens > 1)
+        logits = self.adapter.logits(torch.stack([computed.states[target][-1] for target in distinct]))
+        rows = [
+            _decoding_sequence(computed, target, first_token)
+            for target, first_token in zip(distinct, logits.argmax(-1).tolist(), strict=True)
+        ]
+        decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, counter=computed.counter)
         answers = {
             target: Answer(tuple(row.tokens), scores)
             for target, row, scores in zip(distinct, rows, logits, strict=True)
@@ -201,24 +200,29 @@ class Executor:
             running.sort(key=lambda node: len(computed.prompts[node[0]].states))
             if running:
                 continuing = {(key, path[: block + 1]) for key, path in targets if any(path[block + 1 :])}
-                is_last_block = [node not in continuing for node in running]
-                keys_values = self._run_block(computed, block, running, is_last_block)
-                if keep_keys_values:
-                    computed.keys_values |= zip(running, keys_values, strict=True)
+                is_last_block = tuple(node not in continuing for node in running)
+                keys_values = self._run_block(computed, block, running, is_last_block, keep_keys_values)
+                computed.keys_values |= zip(running, keys_values, strict=False)
             for parent in {(key, path[:-1]) for key, path in wanted}:
                 del computed.states[parent]
 
     def _run_block(
-        self, computed: ComputedStates, block: int, running: Sequence[TreeNode], is_last_block: Sequence[bool]
-    ) -> list[KeysValues]:
+        self,
+        computed: ComputedStates,
+        block: int,
+        running: Sequence[TreeNode],
+        is_last_block: tuple[bool, ...],
+        keep_keys_values: bool,
+    ) -> Sequence[KeysValues]:
         prompts = [computed.prompts[key] for key, _ in running]
         states, keys_values = self.blocks.run(
             block,
             [computed.states[key, path[:-1]] for key, path in running],
             [prompt.position_ids for prompt in prompts],
-            [path[-1] for _, path in running],
+            tuple(path[-1] for _, path in running),
             computed.counter,
             is_last_block=is_last_block,
+            keeps_keys_values=keep_keys_values,
         )
         for node, prompt, state in zip(running, prompts, states, strict=True):
             computed.states[node] = prompt.add_deepstack(block, state)
@@ -297,9 +301,13 @@ class DecodingSequence:
 
 
 def _decoding_sequence(computed: ComputedStates, target: TreeNode, first_token: int) -> DecodingSequence:
+    """Keys and values only of the prompt: those of a prefix pass have a latency token after it."""
     key, path = target
-    kept = [computed.keys_values.get((key, path[: block + 1])) if top_k else None for block, top_k in enumerate(path)]
-    return DecodingSequence(path, computed.prompts[key].next_position, kept, [first_token])
+    prompt, kept = computed.prompts[key], list[KeysValues | None]()
+    for block in range(len(path)):
+        keys_values = computed.keys_values.get((key, path[: block + 1])) if path[block] else None
+        kept.append(keys_values and tuple(part[:, : len(prompt.states)] for part in keys_values))
+    return DecodingSequence(path, prompt.next_position, kept, [first_token])
 
 
 @dataclass
@@ -349,8 +357,8 @@ def _decode_step(
     row_of = {id(sequence): row for row, sequence in enumerate(live)}
     for block, cache in caches.items():
         rows = torch.tensor([row_of[id(sequence)] for sequence in cache.sequences])
-        top_k = torch.tensor([sequence.path[block] for sequence in cache.sequences])
-        packing = PackedRows((1,) * len(cache.sequences), top_k, counter, cache.past)
+        layout = row_layout((1,) * len(cache.sequences), tuple(sequence.path[block] for sequence in cache.sequences))
+        packing = PackedRows(layout, counter, cache.past)
         positions = [sequence.next_position for sequence in cache.sequences]
         hidden[rows] = blocks.step(block, hidden[rows], positions, packing)
     return hidden

@@ -112,52 +112,59 @@ class FusedNetwork:
     """A copy of a ControllerNetwork for one row at a time, on the CPU.
 
     At this size the calls take the time, not the arithmetic: the heads of a stage are concatenated, everything that
-    depends on the budget alone is computed once per budget, and the rest is a few matrix-vector products.
+    depends on the budget alone is computed once per budget, the constants of gelu are in the weights (see `_gelu`), and
+    the rest is a few matrix-vector products.
     """
 
     def __init__(self, network: ControllerNetwork):
         self._network = deepcopy(network).requires_grad_(False).float().cpu()
         one, two = self._network.stage_one, self._network.stage_two
-        join_question, join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
-        self._join_question, self._join_budget = join_question.contiguous(), join_budget.contiguous()
+        join_question, self._join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
+        self._prompt = one.prompt.weight * _SQRT_HALF, one.prompt.bias * _SQRT_HALF
+        self._join_question = join_question * 0.5
         self._heads_one = _concat_heads(one.tier, one.insertion, STAGE_ONE_DIM)
+        self._token = two.token.weight * _SQRT_HALF
+        self._join_two = two.join.weight * 0.5, two.join.bias * _SQRT_HALF
         self._heads_two = _concat_heads(two.top_k, two.blocks, STAGE_TWO_DIM)
-        self._terms: dict[float, tuple[Tensor, Tensor]] = {}
+        self._terms: dict[float, tuple[Tensor, Sequence[Tensor]]] = {}
 
     def stage_one(self, question: Float[Tensor, " width"], budget: float) -> tuple[list[float], list[float]]:
         """Logits of the tiers and of the insertion positions."""
-        stage, (budget_term, _) = self._network.stage_one, self._budget_terms(budget)
-        prompt = _gelu(torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question).cpu()))
+        budget_term, _ = self._budget_terms(budget)
+        weight, bias = self._prompt
+        prompt = _gelu(torch.addmv(bias, weight, normalize_features(question).cpu()))
         hidden = _gelu(torch.addmv(budget_term, self._join_question, prompt))
         weight, bias = self._heads_one
-        return _split_scores(torch.addmv(bias, weight, hidden), stage.tier.options)
+        return _split_scores(torch.addmv(bias, weight, hidden), self._network.stage_one.tier.options)
 
     def stage_two(
         self, token: Float[Tensor, " width"], position: int, budget: float
     ) -> tuple[list[float], list[float]]:
         """Logits of the top-ks and of the block totals. `position` is the index of the insertion position."""
-        stage, (_, budget_terms) = self._network.stage_two, self._budget_terms(budget)
-        mixed = _gelu(torch.addmv(budget_terms[position], stage.token.weight, normalize_features(token).cpu()))
-        hidden = _gelu(torch.addmv(stage.join.bias, stage.join.weight, mixed))
+        _, budget_terms = self._budget_terms(budget)
+        mixed = _gelu(torch.addmv(budget_terms[position], self._token, normalize_features(token).cpu()))
+        weight, bias = self._join_two
+        hidden = _gelu(torch.addmv(bias, weight, mixed))
         weight, bias = self._heads_two
-        return _split_scores(torch.addmv(bias, weight, hidden), stage.top_k.options)
+        return _split_scores(torch.addmv(bias, weight, hidden), self._network.stage_two.top_k.options)
 
-    def _budget_terms(self, budget: float) -> tuple[Float[Tensor, " stage_one"], Float[Tensor, "positions stage_two"]]:
+    def _budget_terms(self, budget: float) -> tuple[Float[Tensor, " stage_one"], Sequence[Float[Tensor, " stage_two"]]]:
         """What a budget adds to the second layer of stage one, and to the first layer of stage two by position."""
         if budget not in self._terms:
             one, two = self._network.stage_one, self._network.stage_two
             encoded = self._network.encoder(torch.tensor([budget]))
             term = linear(gelu(one.budget(encoded)), self._join_budget, one.join.bias)[0]
-            self._terms[budget] = term, two.token.bias + two.position.weight + two.budget(encoded)
+            terms_two = two.token.bias + two.position.weight + two.budget(encoded)
+            self._terms[budget] = term * _SQRT_HALF, (terms_two * _SQRT_HALF).unbind()
         return self._terms[budget]
 
 
 def _concat_heads(first: OptionHead, second: OptionHead, width: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias of two heads as one; a single option has logit 0."""
+    """Weight and bias of two heads as one, to follow `_gelu`; a single option has logit 0."""
     single = torch.zeros(1, width), torch.zeros(1)
     parts = [single if head.linear is None else (head.linear.weight, head.linear.bias) for head in (first, second)]
     weights, biases = zip(*parts, strict=True)
-    return torch.cat(weights), torch.cat(biases)
+    return torch.cat(weights) * _SQRT_HALF, torch.cat(biases)
 
 
 def _split_scores(scores: Float[Tensor, " options"], first: int) -> tuple[list[float], list[float]]:
@@ -165,9 +172,9 @@ def _split_scores(scores: Float[Tensor, " options"], first: int) -> tuple[list[f
     return values[:first], values[first:]
 
 
-def _gelu(values: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
-    """The same as torch's gelu, whose kernel has a higher start-up time."""
-    return torch.erf(values * _SQRT_HALF).add_(1).mul_(values).mul_(0.5)
+def _gelu(scaled: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
+    """sqrt(2) gelu(x) from x / sqrt(2), without a constant: the weights before and after have them."""
+    return torch.addcmul(scaled, scaled, torch.erf(scaled))
 
 
 def parameter_counts(network: nn.Module) -> dict[str, int]:

@@ -147,8 +147,8 @@ class _Choices:
 
     def choose(self, scores: Sequence[float]) -> int:
         """The index of the best option that some feasible configuration has."""
-        allowed: list[bool] = np.logical_or.reduce(self.feasible.reshape(len(self.feasible), -1), axis=1).tolist()
-        best = max((option for option, is_allowed in enumerate(allowed) if is_allowed), key=scores.__getitem__)
+        by_score = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)
+        best = next(option for option in by_score if self.feasible[option].any())
         self.feasible = self.feasible[best]
         self.taken.append(best)
         return best
@@ -162,7 +162,7 @@ def _feasible(limit: BudgetLimit) -> Bool[np.ndarray, "tiers positions blocks to
     """Configurations within the limit, or the cheapest if none is; with axes in the order of decisions."""
     bound_ms = limit.bound_ms.numpy()
     feasible: np.ndarray = bound_ms <= limit.limit_ms
-    if not np.logical_or.reduce(feasible, axis=None):
+    if not feasible.any():
         feasible.flat[bound_ms.argmin()] = True
     return feasible.transpose(DECISION_ORDER)
 
