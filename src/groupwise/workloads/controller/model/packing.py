@@ -6,12 +6,12 @@ attention stays inside a row, and the experts compute only the token-expert pair
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import groupby
 from operator import is_
 from typing import Any
@@ -51,10 +51,11 @@ class WorkCounter:
 
 
 class RowLayout:
-    """Lengths of packed rows, and the token-expert pairs of each token's top-k. The same for all blocks that run them."""
+    """Lengths of packed rows and the token-expert pairs of their top-k: the same for all blocks that run them so."""
 
     def __init__(self, lengths: tuple[int, ...], top_ks: tuple[int, ...], is_last_block: tuple[bool, ...]):
         self.lengths, self.longest = lengths, max(lengths)
+        self.equal_length_runs = [(length, len(list(run))) for length, run in groupby(lengths)]
         self._top_ks, self._is_last_block = top_ks, is_last_block
         self._pairs: dict[tuple[int, torch.device], ExpertPairs] = {}
 
@@ -122,13 +123,11 @@ class PackedRows:
     def longest(self) -> int:
         return self.layout.longest if self.past is None else int(self.past.lengths.max()) + 1
 
-    def equal_length_runs(self) -> Iterator[tuple[int, AttentionMask | None, int]]:
-        """Adjacent rows that one attention call takes: their length, their mask, and how many they are."""
-        lengths = self.layout.lengths
+    def attention_calls(self) -> Iterable[tuple[int, int, AttentionMask | None]]:
+        """Adjacent rows that one attention call takes: their length, how many they are, and their mask."""
         if self.masks is None:
-            yield from ((length, None, len(list(run))) for length, run in groupby(lengths))
-        else:
-            yield from ((length, mask, 1) for length, mask in zip(lengths, self.masks, strict=True))
+            return ((length, count, None) for length, count in self.layout.equal_length_runs)
+        return ((length, 1, mask) for length, mask in zip(self.layout.lengths, self.masks, strict=True))
 
 
 class BlockKVCache:
@@ -161,12 +160,12 @@ _packing: ContextVar[PackedRows | None] = ContextVar("packing", default=None)
 
 @contextmanager
 def packed_rows(packing: PackedRows) -> Iterator[None]:
-    """The layout of the sequence that blocks are called with inside this context."""
-    token = _packing.set(packing)
+    """What a block is called with inside this context."""
+    outer = _packing.set(packing)
     try:
         yield
     finally:
-        _packing.reset(token)
+        _packing.reset(outer)
 
 
 def current_packing() -> PackedRows:
@@ -202,7 +201,7 @@ def packed_attention(
         )
         return attended[:, :, 0].flatten(1)[None].view(1, -1, *query.shape[1::2]), None
     parts, start = [], 0
-    for length, mask, count in packing.equal_length_runs():
+    for length, count, mask in packing.attention_calls():
         q, k, v = (_rows_of_run(states, start, count, length) for states in (query, key, value))
         attended = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
@@ -273,17 +272,17 @@ def _grouped_linear(
     rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], ends: Int32[Tensor, " experts"]
 ) -> Float[Tensor, "pairs out"]:
     """Each run of rows times the weights of its expert, in one call where torch supports it."""
-    if _can_group(rows, weights):
+    if _can_group(rows.device.type, rows.dtype, weights.shape[1:]):
         return grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
     parts = rows.tensor_split(ends[:-1].cpu().long())
     return torch.cat([linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def _can_group(rows: Tensor, weights: Tensor) -> bool:
+@cache
+def _can_group(device_type: str, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
     """torch's grouped_mm takes few dtypes, and rows that begin at multiples of 16 bytes."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16) if rows.device.type == "cpu" else (torch.bfloat16,)
-    aligned = all(width * rows.element_size() % 16 == 0 for width in weights.shape[1:])
-    return rows.dtype in dtypes and aligned
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if device_type == "cpu" else (torch.bfloat16,)
+    return dtype in dtypes and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -300,66 +299,70 @@ class BlockRunner:
     def __init__(self, adapter: ModelAdapter):
         self.adapter = adapter
         self._blocks = _copies_with_shared_weights(adapter)
-        self._rotary_cache: tuple[Sequence[Tensor], Rotary] | None = None
+        self._last_rotary: tuple[Sequence[Tensor], Rotary] | None = None
+        self._rotary_of_one = lru_cache(maxsize=64)(self._compute_rotary)
 
     def run(
         self,
         block: int,
         rows: Sequence[Float[Tensor, "_ width"]],
         position_ids: Sequence[Int64[Tensor, "axes _"]],
-        top_ks: tuple[int, ...],
+        layout: RowLayout,
         counter: WorkCounter,
         *,
-        is_last_block: tuple[bool, ...] | None = None,
         masks: Sequence[AttentionMask | None] | None = None,
-        keeps_keys_values: bool = True,
+        keep_keys_values: bool = True,
     ) -> tuple[Sequence[Tensor], Sequence[KeysValues]]:
-        """One block on whole prompts, each with its own top-k: new states, and new keys and values.
+        """One block on whole prompts: new states, and new keys and values if they are to be kept.
 
         Where this is a row's last block only its last token goes through experts, since only that state is read; the
         other states of the row are not valid. Its keys and values are complete.
         """
-        lengths = tuple(map(len, rows))
-        packing = PackedRows(row_layout(lengths, top_ks, is_last_block), counter, masks=masks)
-        recorder = _KVRecorder() if keeps_keys_values else None
+        packing = PackedRows(layout, counter, masks=masks)
+        recorder = _KVRecorder() if keep_keys_values else None
         packed = rows[0] if len(rows) == 1 else torch.cat(list(rows))
         output = self._call(block, packed, self._rotary(position_ids), packing, recorder)
-        states = (output,) if len(rows) == 1 else output.split(lengths)
-        return states, recorder.split(lengths) if recorder else ()
+        states = (output,) if len(rows) == 1 else output.split(layout.lengths)
+        return states, recorder.split(layout.lengths) if recorder else ()
 
     def step(
         self, block: int, hidden: Float[Tensor, "rows width"], positions: Sequence[int], packing: PackedRows
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's KV cache."""
-        return self._call(block, hidden, self.adapter.rotary(torch.tensor([positions])), packing, None)
+        return self._call(block, hidden, self._rotary([torch.tensor([positions])]), packing, None)
 
-    def _rotary(self, position_ids: Sequence[Tensor]) -> Rotary:
-        """Consecutive blocks mostly run the same rows, so the last result is cached."""
-        if (cached := self._rotary_cache) and len(cached[0]) == len(position_ids):
-            if all(map(is_, cached[0], position_ids)):
-                return cached[1]
-        rotary = self.adapter.rotary(torch.cat(list(position_ids), dim=1))
-        self._rotary_cache = tuple(position_ids), rotary
+    def _rotary(self, position_ids: Sequence[Int64[Tensor, "axes _"]]) -> Rotary:
+        """Consecutive blocks mostly run the same rows; and one row's positions come again with the next request."""
+        last = self._last_rotary  # read once: another thread may replace it
+        if last is not None and len(last[0]) == len(position_ids) and all(map(is_, last[0], position_ids)):
+            return last[1]
+        if len(position_ids) == 1:
+            rotary = self._rotary_of_one(position_ids[0].numpy().tobytes(), len(position_ids[0]))
+        else:
+            rotary = self.adapter.rotary(torch.cat(list(position_ids), dim=1))
+        self._last_rotary = tuple(position_ids), rotary
         return rotary
+
+    def _compute_rotary(self, position_ids: bytes, axes: int) -> Rotary:
+        return self.adapter.rotary(torch.frombuffer(bytearray(position_ids), dtype=torch.int64).view(axes, -1))
 
     def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: PackedRows, recorder: Any) -> Tensor:
         packing.counter.block_rows += len(packing.layout.lengths)
         with packed_rows(packing):
             output = self._blocks[block](
-                hidden[None],
-                position_embeddings=rotary,
-                attention_mask=None,
-                past_key_values=recorder,
+                hidden[None], position_embeddings=rotary, attention_mask=None, past_key_values=recorder
             )
         return (output if isinstance(output, Tensor) else output[0])[0]
 
 
 def _copies_with_shared_weights(adapter: ModelAdapter) -> list[nn.Module]:
+    """Forward hooks are shared, too: those registered on the model's blocks are called."""
     config = copy(adapter.text_config)
     config._attn_implementation = config._experts_implementation = NAME
     shared: dict[int, Any] = {id(adapter.text_config): config}
-    for block in adapter.blocks:
-        shared |= {id(tensor): tensor for tensor in (*block.parameters(), *block.buffers())}
+    for module in adapter.blocks.modules():
+        hooks = [value for name, value in vars(module).items() if name.startswith("_forward_")]
+        shared |= {id(kept): kept for kept in (*module.parameters(False), *module.buffers(False), *hooks)}
     return [deepcopy(block, shared) for block in adapter.blocks]
 
 

@@ -9,7 +9,7 @@ from math import pi, sqrt
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, linear
+from torch.nn.functional import gelu, linear
 
 from groupwise.workloads.controller.config import BUDGET_DIM, NUM_FREQUENCIES, STAGE_ONE_DIM, STAGE_TWO_DIM
 from groupwise.workloads.controller.model.knobs import KnobOptions
@@ -200,4 +200,4 @@ def masked_log_softmax(
 
 def normalize_features(features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
     """Hidden states of large models have a few huge entries, embeddings are tiny: bring both to one scale."""
-    return layer_norm(features, features.shape[-1:])
+    return torch.layer_norm(features, features.shape[-1:])
