@@ -4,7 +4,7 @@
     executor   the executor with these knobs, no controller
     served     ControllerServer, to which only these knobs are feasible: both stages, the latency token and the answer
 
-Prints medians, the ratios of each pair (their median and quartiles), and the controller's own time. The model has
+Prints medians and quartiles of the ratios of each question's own times, and the controller's own time. The model has
 the embedded one's size and random weights: times do not depend on them.
 
 python bench/served_answer.py
@@ -16,9 +16,10 @@ import gc
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import tyro
@@ -61,67 +62,51 @@ KNOBS = (
     Knobs("low", 5, SMALLEST_TOP_K, FEWEST_BLOCKS),
     OPTIONS.cheapest,
 )
-STOCK, EXECUTOR, SERVED = "stock", "executor", "served"
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Pair:
-    """The times of one question, in milliseconds, and the controller's own within `SERVED`."""
+class Times:
+    """One question answered in the three ways, in milliseconds; the controller's own are within `served`."""
 
-    ms: dict[str, float]
-    controller_ms: float
-
-    def ratio(self, way: str, to: str) -> float:
-        return self.ms[way] / self.ms[to]
+    stock: float
+    executor: float
+    served: float
+    controller: float
 
 
 class Ways:
-    """The three ways to answer a question with one setting of the knobs."""
+    """The three ways to answer a question with one setting of the knobs. All of them give the same answer."""
 
     def __init__(self, model: LlavaForConditionalGeneration, knobs: Knobs):
         self.model, self.knobs = model, knobs
         self.executor = Executor(LlavaAdapter(model), OPTIONS)
         self.server = ControllerServer(ControllerNetwork(model.config.text_config.hidden_size, OPTIONS), self.executor)
-        index = list(OPTIONS.configurations()).index(knobs)
-        bound_ms = torch.full((len(list(OPTIONS.configurations())),), torch.inf)
-        bound_ms[index] = 1.0
+        configurations = list(OPTIONS.configurations())
+        bound_ms = torch.full((len(configurations),), torch.inf)
+        bound_ms[configurations.index(knobs)] = 1.0
         self.limit = BudgetLimit(1.0, 0.5, bound_ms.view(OPTIONS.shape))
 
-    def pair(self, sample: Sample, *, stock_first: bool) -> Pair:
-        ms, served = {}, None
-        ways = (STOCK, EXECUTOR, SERVED) if stock_first else (SERVED, EXECUTOR, STOCK)
-        tokens = {}
-        for way in ways:
-            ms[way], tokens[way] = getattr(self, f"_{way}")(sample)
-            if way == SERVED:
-                served = tokens[way]
-                tokens[way] = served.tokens[0]
-        assert served is not None
+    def time(self, sample: Sample, *, stock_first: bool) -> Times:
+        if stock_first:
+            stock_ms, token = self.stock(sample)
+        executor_ms, (answers, _) = timed(lambda: self.executor.answer([AnswerRequest(sample, self.knobs)]))
+        served_ms, (served,) = timed(lambda: self.server.serve([(sample, self.limit)]))
+        if not stock_first:
+            stock_ms, token = self.stock(sample)
         assert served.knobs == self.knobs
-        assert len(set(tokens.values())) == 1, f"answers differ: {tokens}"
-        return Pair(ms, served.controller_ms)
+        assert served.tokens == answers[0].tokens == (token,)
+        return Times(stock_ms, executor_ms, served_ms, served.controller_ms)
 
-    def _stock(self, sample: Sample) -> tuple[float, int]:
+    def stock(self, sample: Sample) -> tuple[float, int]:
         knobs, tier = self.knobs, Tier(self.knobs.tier)
         kept = [block for block, top_k in enumerate(OPTIONS.block_path(knobs)) if top_k]
-        ids, crops = prompt_ids(sample.question_ids, tier), sample.crops_by_tier[knobs.tier]
+        inputs = {"input_ids": prompt_ids(sample.question_ids, tier), "pixel_values": sample.crops_by_tier[knobs.tier]}
         with configured(self.model, kept, knobs.top_k, knobs.insertion_position), torch.inference_mode():
-            return timed(
-                lambda: int(
-                    self.model(input_ids=ids, pixel_values=crops, logits_to_keep=1, use_cache=False)
-                    .logits[0, -1]
-                    .argmax()
-                )
-            )
-
-    def _executor(self, sample: Sample) -> tuple[float, int]:
-        return timed(lambda: self.executor.answer([AnswerRequest(sample, self.knobs)])[0][0].tokens[0])
-
-    def _served(self, sample: Sample) -> tuple[float, object]:
-        return timed(lambda: self.server.serve([(sample, self.limit)])[0])
+            return timed(lambda: int(self.model(**inputs, logits_to_keep=1, use_cache=False).logits[0, -1].argmax()))
 
 
-def timed(act: Callable[[], object]) -> tuple[float, object]:
+def timed(act: Callable[[], Result]) -> tuple[float, Result]:
     """Milliseconds of this thread's processor time: other processes of the machine take no part in it."""
     begun = time.thread_time()
     result = act()
@@ -140,56 +125,51 @@ def questions(count: int) -> list[Sample]:
     ]
 
 
-def spread(values: Sequence[float], digits: int = 3) -> str:
+def spread(values: Iterable[float], form: str = ".3f") -> str:
     low, median, high = statistics.quantiles(values, n=4)
-    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    return f"{median:{form}} ({low:{form}} to {high:{form}})"
 
 
-def line(knobs: Knobs, pairs: Sequence[Pair]) -> str:
-    """Medians and quartiles over the pairs."""
-    ms = "  ".join(
-        f"{way} {statistics.median(pair.ms[way] for pair in pairs):6.2f}" for way in (STOCK, EXECUTOR, SERVED)
+def summary(title: str, times: Sequence[Times]) -> str:
+    """Medians and quartiles over the questions; ratios are of each question's own times."""
+    stock, executor, served = (
+        statistics.median(getattr(one, way) for one in times) for way in ("stock", "executor", "served")
     )
-    own = [pair.controller_ms for pair in pairs]
-    share = statistics.median(pair.controller_ms / pair.ms[SERVED] for pair in pairs)
     return "\n".join(
         (
-            f"{knobs.tier}, position {knobs.insertion_position}, top-{knobs.top_k}, {knobs.blocks} blocks",
-            f"  ms                     {ms}",
-            f"  executor / stock       {spread([pair.ratio(EXECUTOR, STOCK) for pair in pairs])}",
-            f"  served / stock         {spread([pair.ratio(SERVED, STOCK) for pair in pairs])}",
-            f"  served / executor      {spread([pair.ratio(SERVED, EXECUTOR) for pair in pairs])}",
-            f"  controller's own, ms   {spread(own)}, {share:.2%} of the served answer",
+            f"{title}: stock {stock:.1f} ms, executor {executor:.1f} ms, served {served:.1f} ms",
+            f"  executor / stock          {spread(one.executor / one.stock for one in times)}",
+            f"  served / stock            {spread(one.served / one.stock for one in times)}",
+            f"  served / executor         {spread(one.served / one.executor for one in times)}",
+            f"  controller's own time     {spread(one.controller for one in times)} ms",
+            f"  its share of the answer   {spread((one.controller / one.served for one in times), '.2%')}",
         )
     )
 
 
-def main(pairs: int = 60) -> None:
-    """Print one paragraph a setting of the knobs, and the ratios over all of them.
+def main(count: int = 60) -> None:
+    """Print the times and ratios of every setting, and of all together.
 
     Args:
-        pairs: Questions per setting.
+        count: Questions per setting.
     """
     configure_process(1)
     torch.manual_seed(0)
     model = LlavaForConditionalGeneration(MosaicSize().config()).eval()
-    samples, ways = questions(pairs), [Ways(model, knobs) for knobs in KNOBS]
-    measured: list[list[Pair]] = [[] for _ in ways]
+    samples, ways = questions(count), {knobs: Ways(model, knobs) for knobs in KNOBS}
+    times: dict[Knobs, list[Times]] = {knobs: [] for knobs in KNOBS}
     gc.disable()
-    for number, sample in enumerate([*samples[:3], *samples]):
-        for way, found in zip(ways, measured, strict=True):
-            found.append(way.pair(sample, stock_first=number % 2 == 0))
-    print(f"{pairs} questions a setting, one at a time on one thread: median (quartiles)")
-    kept = [found[3:] for found in measured]
-    for way, found in zip(ways, kept, strict=True):
-        print(line(way.knobs, found))
-    everything = [pair for found in kept for pair in found]
-    for name, of, to in (
-        ("executor / stock", EXECUTOR, STOCK),
-        ("served / stock", SERVED, STOCK),
-        ("served / executor", SERVED, EXECUTOR),
-    ):
-        print(f"all settings, {name}: {spread([pair.ratio(of, to) for pair in everything])}")
+    for warm_up in samples[:3]:
+        for way in ways.values():
+            way.time(warm_up, stock_first=True)
+    for number, sample in enumerate(samples):
+        for knobs, way in ways.items():
+            times[knobs].append(way.time(sample, stock_first=number % 2 == 0))
+    print(f"{count} questions a setting, one at a time on one thread: median (quartiles)")
+    for knobs, measured in times.items():
+        title = f"{knobs.tier}, position {knobs.insertion_position}, top-{knobs.top_k}, {knobs.blocks} blocks"
+        print(summary(title, measured))
+    print(summary("all settings", [one for measured in times.values() for one in measured]))
 
 
 if __name__ == "__main__":

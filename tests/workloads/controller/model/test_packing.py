@@ -25,6 +25,17 @@ def test_each_run_of_rows_is_multiplied_by_its_expert(dtype, width, out):
     assert_close(_grouped_linear(rows, weights, torch.tensor([4, 4, 10], dtype=torch.int32)), by_hand)
 
 
+def test_expert_pairs_by_hand():
+    # Two tokens of a row whose last block this is, so only the second is read, with top-2; and one token with top-1.
+    layout = row_layout((2, 1), (2, 1), (True, False))
+    pairs = layout.pairs(columns=2, device=torch.device("cpu"))
+    assert pairs.token.tolist() == [1, 1, 2]
+    assert pairs.starts.tolist() == [0, 0, 2]
+    assert pairs.select(torch.tensor([[10, 11], [12, 13], [14, 15]])).tolist() == [12, 13, 14]
+    assert len(pairs) == 3
+    assert row_layout((2, 1), (2, 1), (True, False)) is layout
+
+
 @pytest.mark.parametrize(
     ("more", "says"),
     [

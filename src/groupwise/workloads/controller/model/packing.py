@@ -321,7 +321,7 @@ class BlockRunner:
         packing = PackedRows(layout, counter, masks=masks)
         recorder = _KVRecorder() if keep_keys_values else None
         packed = rows[0] if len(rows) == 1 else torch.cat(list(rows))
-        output = self._call(block, packed, self._rotary(position_ids), packing, recorder)
+        output = self._call(block, packed, self._rotary(position_ids, packed), packing, recorder)
         states = (output,) if len(rows) == 1 else output.split(layout.lengths)
         return states, recorder.split(layout.lengths) if recorder else ()
 
@@ -329,21 +329,23 @@ class BlockRunner:
         self, block: int, hidden: Float[Tensor, "rows width"], positions: Sequence[int], packing: PackedRows
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's KV cache."""
-        return self._call(block, hidden, self._rotary([torch.tensor([positions])]), packing, None)
+        return self._call(block, hidden, self._rotary([torch.tensor([positions])], hidden), packing, None)
 
-    def _rotary(self, position_ids: Sequence[Int64[Tensor, "axes _"]]) -> Rotary:
+    def _rotary(self, position_ids: Sequence[Int64[Tensor, "axes _"]], hidden: Tensor) -> Rotary:
         """Consecutive blocks mostly run the same rows; and one row's positions come again with the next request."""
         last = self._last_rotary  # read once: another thread may replace it
         if last is not None and len(last[0]) == len(position_ids) and all(map(is_, last[0], position_ids)):
             return last[1]
         if len(position_ids) == 1:
-            rotary = self._rotary_of_one(position_ids[0].numpy().tobytes(), len(position_ids[0]))
+            ids = position_ids[0]
+            rotary = self._rotary_of_one(ids.numpy().tobytes(), len(ids), hidden.dtype, hidden.device)
         else:
             rotary = self.adapter.rotary(torch.cat(list(position_ids), dim=1))
         self._last_rotary = tuple(position_ids), rotary
         return rotary
 
-    def _compute_rotary(self, position_ids: bytes, axes: int) -> Rotary:
+    def _compute_rotary(self, position_ids: bytes, axes: int, *_: object) -> Rotary:
+        """Cached also by dtype and device, which the model may change."""
         return self.adapter.rotary(torch.frombuffer(bytearray(position_ids), dtype=torch.int64).view(axes, -1))
 
     def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: PackedRows, recorder: Any) -> Tensor:
