@@ -301,11 +301,17 @@ class _PrefixRow:
         self.prompt = branches[0]
         shared = len(self.prompt.states) - lengths[0]
         states, position_ids = list[Tensor](), list[Tensor]()
-        for index, branch in enumerate(branches):
-            start = shared if index else 0
-            states += branch.states[start:], _initial_latency_token(branch.states[shared:], latency_token)[None]
-            position_ids.append(pad(branch.position_ids[:, start:], (0, 1), value=branch.next_position))
-        self.states, self.position_ids = torch.cat(states), torch.cat(position_ids, dim=1)
+        for branch in branches:
+            question, positions = branch.states[shared:], branch.position_ids
+            if branch is self.prompt:
+                states.append(branch.states)
+            else:
+                states.append(question)
+                positions = positions[:, shared:]
+            states.append(_initial_latency_token(question, latency_token)[None])
+            position_ids.append(pad(positions, (0, 1), value=branch.next_position))
+        self.states = torch.cat(states)
+        self.position_ids = position_ids[0] if len(branches) == 1 else torch.cat(position_ids, dim=1)
         self.token_indices = [shared + end - 1 for end in accumulate(length + 1 for length in lengths)]
         self.mask = None if len(branches) == 1 else _branch_mask(shared, lengths).to(self.states.device)
 

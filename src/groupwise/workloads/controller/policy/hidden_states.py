@@ -87,4 +87,4 @@ class HiddenStateCache:
 
 def mean_embedding(executor: Executor, ids: Sequence[int]) -> Float[Tensor, " width"]:
     """The mean embedding of these tokens, on the CPU; nothing is trained through it, so call it without gradients."""
-    return executor.adapter.embed(torch.tensor(ids)).float().mean(0).cpu()
+    return executor.adapter.embed(torch.tensor(ids)).mean(0, dtype=torch.float32).cpu()

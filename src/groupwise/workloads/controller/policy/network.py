@@ -109,7 +109,7 @@ class ControllerNetwork(nn.Module):
 
 
 class FusedNetwork:
-    """A copy of a ControllerNetwork for one row at a time, on the CPU.
+    """A copy of a ControllerNetwork for one row at a time, in float32 on the CPU.
 
     At this size the calls take the time, not the arithmetic: the heads of a stage are concatenated, everything that
     depends on the budget alone is computed once per budget, the constants of gelu are in the weights (see `_gelu`), and
@@ -132,7 +132,7 @@ class FusedNetwork:
         """Logits of the tiers and of the insertion positions."""
         budget_term, _ = self._budget_terms(budget)
         weight, bias = self._prompt
-        prompt = _gelu(torch.addmv(bias, weight, normalize_features(question).cpu()))
+        prompt = _gelu(torch.addmv(bias, weight, normalize_features(question)))
         hidden = _gelu(torch.addmv(budget_term, self._join_question, prompt))
         weight, bias = self._heads_one
         return _split_scores(torch.addmv(bias, weight, hidden), self._network.stage_one.tier.options)
@@ -142,7 +142,7 @@ class FusedNetwork:
     ) -> tuple[list[float], list[float]]:
         """Logits of the top-ks and of the block totals. `position` is the index of the insertion position."""
         _, budget_terms = self._budget_terms(budget)
-        mixed = _gelu(torch.addmv(budget_terms[position], self._token, normalize_features(token).cpu()))
+        mixed = _gelu(torch.addmv(budget_terms[position], self._token, normalize_features(token)))
         weight, bias = self._join_two
         hidden = _gelu(torch.addmv(bias, weight, mixed))
         weight, bias = self._heads_two

@@ -126,7 +126,7 @@ class ControllerServer:
 
     def _stage_two(self, chosen: _Choices, prefix: PrefixStates) -> None:
         options = self.executor.options
-        token = prefix.latency_tokens[chosen.sample.name, chosen.tier][chosen.position].float()
+        token = prefix.latency_tokens[chosen.sample.name, chosen.tier][chosen.position].to("cpu", torch.float32)
         top_k_scores, block_scores = self._network.stage_two(token, chosen.taken[1], chosen.relative_budget)
         blocks = options.block_totals[chosen.choose(block_scores)]
         chosen.knobs = Knobs(chosen.tier, chosen.position, options.top_ks[chosen.choose(top_k_scores)], blocks)
