@@ -1,5 +1,6 @@
 """Batched equals alone, alone equals stock transformers, and the work is what the formula says."""
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -185,6 +186,46 @@ def test_the_model_is_unchanged_after_use_and_after_an_error():
     EXECUTORS["plain"].answer([AnswerRequest(sample(0), OPTIONS.full)])
     assert model.config.text_config._attn_implementation == before
     stock_answer(model, AnswerRequest(sample(0), OPTIONS.full), 1)
+
+
+def test_threads_get_the_answers_of_one_thread_and_leave_the_model_as_it_was():
+    """Some threads use the executor while others use the model's own forward."""
+    model, executor = MODELS["plain"], EXECUTORS["plain"]
+    text_config = model.config.text_config
+    before = dict(vars(text_config))
+    batches = [[AnswerRequest(sample(number), knobs)] for number in range(6) for knobs in KNOBS[:: len(KNOBS) // 4]]
+    stock = [AnswerRequest(sample(number), OPTIONS.full) for number in range(4)]
+
+    def answer(batch):
+        prefix = executor.run_prefix(prefix_items(batch))
+        return [one.tokens for one in executor.answer(batch, prefix=prefix, max_new_tokens=3)[0]]
+
+    def forward(request):
+        ids = [IMAGE_TOKEN] * (4 * len(request.sample.crops_by_tier["high"])) + list(request.sample.question_ids)
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([ids]), pixel_values=request.sample.crops_by_tier["high"]).logits[0, -1]
+
+    alone, stock_alone = [answer(batch) for batch in batches], [forward(request) for request in stock]
+    with ThreadPoolExecutor(6) as threads:
+        together = [threads.submit(answer, batch) for _ in range(3) for batch in batches]
+        stock_together = [threads.submit(forward, request) for _ in range(6) for request in stock]
+        assert [future.result() for future in together] == 3 * alone
+        assert_close([future.result() for future in stock_together], 6 * stock_alone, rtol=0, atol=0)
+    assert vars(text_config) == before
+    assert all(block.self_attn.config is text_config for block in model.model.language_model.layers)
+
+
+def test_the_executor_uses_the_weights_that_the_model_has_now():
+    model = llava_olmoe()
+    executor, request = Executor(LlavaAdapter(model), OPTIONS), AnswerRequest(sample(0), OPTIONS.full)
+    ((before,), _), blocks = executor.answer([request]), model.model.language_model.layers
+    with torch.no_grad():
+        for weight in blocks.parameters():
+            weight.mul_(1.5)
+    (after,), _ = executor.answer([request])
+    _, logits = stock_answer(model, request, 1)
+    assert_close(after.first_logits, logits, rtol=0, atol=1e-4)
+    assert (after.first_logits - before.first_logits).abs().max() > 0.01
 
 
 def test_cached_answers_are_not_computed_again(tmp_path):

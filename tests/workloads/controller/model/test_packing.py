@@ -12,6 +12,7 @@ from groupwise.workloads.controller.model.packing import (
     _grouped_linear,
     packed_attention,
     packed_rows,
+    row_layout,
 )
 
 
@@ -21,7 +22,18 @@ def test_each_run_of_rows_is_multiplied_by_its_expert(dtype, width, out):
     rows = torch.randn(10, width, generator=source, dtype=kind)
     weights = torch.randn(3, out, width, generator=source, dtype=kind)
     by_hand = torch.cat([linear(rows[:4], weights[0]), linear(rows[4:], weights[2])])
-    assert_close(_grouped_linear(rows, weights, torch.tensor([4, 0, 6])), by_hand)
+    assert_close(_grouped_linear(rows, weights, torch.tensor([4, 4, 10], dtype=torch.int32)), by_hand)
+
+
+def test_expert_pairs_by_hand():
+    # Two tokens of a row whose last block this is, so only the second is read, with top-2; and one token with top-1.
+    layout = row_layout((2, 1), (2, 1), (True, False))
+    pairs = layout.pairs(columns=2, device=torch.device("cpu"))
+    assert pairs.token.tolist() == [1, 1, 2]
+    assert pairs.starts.tolist() == [0, 0, 2]
+    assert pairs.select(torch.tensor([[10, 11], [12, 13], [14, 15]])).tolist() == [12, 13, 14]
+    assert len(pairs) == 3
+    assert row_layout((2, 1), (2, 1), (True, False)) is layout
 
 
 @pytest.mark.parametrize(
@@ -34,7 +46,7 @@ def test_each_run_of_rows_is_multiplied_by_its_expert(dtype, width, out):
 )
 def test_attention_that_is_more_than_causal_is_refused(more, says):
     states = torch.zeros(1, 2, 8, 4)
-    with packed_rows(PackedRows((3, 5), torch.ones(8, dtype=torch.int64), WorkCounter())):
+    with packed_rows(PackedRows(row_layout((3, 5), (1, 1)), WorkCounter())):
         packed_attention(None, states, states, states, None, 0.5, sliding_window=5)
         with pytest.raises(UserError, match=says):
             packed_attention(None, states, states, states, None, 0.5, **more)

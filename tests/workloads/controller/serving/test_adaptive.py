@@ -161,7 +161,10 @@ def test_a_run_gives_its_newest_ema_weights(folder, adaptive):
 def test_nothing_runs_that_was_not_chosen(folder, lively):
     parts = find_model_parts(lively.loaded.model)
     calls, crops = Counter(), []
-    hooks = [block.register_forward_hook(lambda block, *_: calls.update([block])) for block in parts.blocks]
+    hooks = [
+        block.register_forward_hook(lambda *_, index=index: calls.update([index]))
+        for index, block in enumerate(parts.blocks)
+    ]
     tower = lively.loaded.model.model.vision_tower.embeddings
     hooks.append(tower.register_forward_pre_hook(lambda _, given: crops.append(len(given[0]))))
     for budget_ms in BUDGETS_MS:
@@ -169,7 +172,7 @@ def test_nothing_runs_that_was_not_chosen(folder, lively):
         crops.clear()
         reply = lively.generate(image(folder), "where is this", budget_ms)
         path = lively.settings.options.block_path(reply.knobs)
-        assert [calls[block] for block in parts.blocks] == [3 * (k > 0) for k in path]  # the prompt, and two steps
+        assert [calls[index] for index in range(len(path))] == [3 * (k > 0) for k in path]  # the prompt, and two steps
         assert crops == [1 + lively.settings.options.crops_by_tier[reply.knobs.tier]]
     for hook in hooks:
         hook.remove()

@@ -6,7 +6,8 @@ same sample and tier share all blocks up to where their paths differ, so the wor
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+import functools
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -25,6 +26,7 @@ from groupwise.workloads.controller.model.packing import (
     KeysValues,
     PackedRows,
     WorkCounter,
+    row_layout,
 )
 
 PromptKey = tuple[str, str]
@@ -69,6 +71,7 @@ class ComputedStates:
 
     prompts: dict[PromptKey, Prompt]
     states: dict[TreeNode, Float[Tensor, "tokens width"]]
+    """Those of a prefix pass, and their keys and values, have a latency token after the prompt."""
     keys_values: dict[TreeNode, KeysValues] = field(default_factory=dict)
     counter: WorkCounter = field(default_factory=WorkCounter)
 
@@ -99,40 +102,47 @@ class Executor:
 
     def __init__(self, adapter: ModelAdapter, options: KnobOptions):
         self.adapter, self.options, self.blocks = adapter, options, BlockRunner(adapter)
+        self._block_path = functools.cache(self._checked_block_path)
 
     @torch.inference_mode()
     def run_prefix(
-        self, items: Sequence[PrefixItem], latency_token: Float[Tensor, " width"] | None = None
+        self,
+        items: Sequence[PrefixItem],
+        latency_token: Float[Tensor, " width"] | None = None,
+        *,
+        keep_keys_values: bool = True,
     ) -> PrefixStates:
-        """Run the first blocks, in full, with a latency token after each question: see `_append_latency_token`.
+        """Run the first blocks, in full, with a latency token after each question: see `_initial_latency_token`.
 
-        It comes last, so it attends to everything and nothing attends to it; its keys and values are dropped.
+        It comes last, so it attends to everything and nothing attends to it. Keys and values are needed only where
+        answers of several tokens continue from these states.
         """
         computed = self._encode([(sample, item.tier) for item in items for sample in item.samples])
         positions, path = self.options.insertion_positions, self.options.block_path(self.options.full)
         rows = [_PrefixRow(item, computed.prompts, item.until or max(positions), latency_token) for item in items]
         rows.sort(key=lambda row: len(row.states))
         tokens: dict[PromptKey, dict[int, Tensor]] = {key: {} for row in rows for key in row.keys}
-        with self.blocks.patched():
-            for block in range(max(row.until for row in rows)):
-                running = [row for row in rows if row.until > block]
-                states, keys_values = self.blocks.run(
-                    block,
-                    [row.states for row in running],
-                    [row.position_ids for row in running],
-                    [path[block]] * len(running),
-                    computed.counter,
-                    masks=None if all(row.mask is None for row in running) else [row.mask for row in running],
-                )
-                for row, state, (keys, values) in zip(running, states, keys_values, strict=True):
-                    row.states = row.prompt.add_deepstack(block, state)
-                    if row.mask is None:
-                        node = row.keys[0], path[: block + 1]
-                        computed.states[node] = row.states[:-1]
-                        computed.keys_values[node] = keys[:, :-1], values[:, :-1]
-                    if block + 1 in positions:
-                        for key, index in zip(row.keys, row.token_indices, strict=True):
-                            tokens[key][block + 1] = row.states[index]
+        for block in range(max(row.until for row in rows)):
+            running = [row for row in rows if row.until > block]
+            states, keys_values = self.blocks.run(
+                block,
+                [row.states for row in running],
+                [row.position_ids for row in running],
+                row_layout(tuple([len(row.states) for row in running]), (path[block],) * len(running)),
+                computed.counter,
+                masks=None if all(row.mask is None for row in running) else [row.mask for row in running],
+                keep_keys_values=keep_keys_values,
+            )
+            for index, (row, state) in enumerate(zip(running, states, strict=True)):
+                row.states = row.prompt.add_deepstack(block, state)
+                if row.mask is None:
+                    node = row.keys[0], path[: block + 1]
+                    computed.states[node] = row.states
+                    if keep_keys_values:
+                        computed.keys_values[node] = keys_values[index]
+                if block + 1 in positions:
+                    for key, token_index in zip(row.keys, row.token_indices, strict=True):
+                        tokens[key][block + 1] = row.states[token_index]
         return PrefixStates(tokens, computed)
 
     @torch.inference_mode()
@@ -145,24 +155,25 @@ class Executor:
         stop_token: int | None = None,
     ) -> tuple[list[Answer], WorkCounts]:
         """Greedy answers in the order of the requests, and the work that was done for them."""
-        for request in requests:
-            self.options.check(request.knobs)
-        targets = [(request.prompt_key, self.options.block_path(request.knobs)) for request in requests]
+        targets = [(request.prompt_key, self._block_path(request.knobs)) for request in requests]
         distinct = list(dict.fromkeys(targets))
         computed = self._start(requests, prefix)
-        with self.blocks.patched():
-            self._run_tree(computed, distinct, keep_keys_values=max_new_tokens > 1)
-            logits = self.adapter.logits(torch.stack([computed.states[target][-1] for target in distinct]))
-            rows = [
-                _decoding_sequence(computed, target, int(scores.argmax()))
-                for target, scores in zip(distinct, logits, strict=True)
-            ]
-            decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, counter=computed.counter)
+        last_states = self._run_tree(computed, distinct, keep_keys_values=max_new_tokens > 1)
+        logits = self.adapter.logits(torch.cat([last_states[target] for target in distinct]))
+        rows = [
+            _decoding_sequence(computed, target, first_token)
+            for target, first_token in zip(distinct, logits.argmax(-1).tolist(), strict=True)
+        ]
+        decode(self.blocks, rows, new_tokens=max_new_tokens - 1, stop_token=stop_token, counter=computed.counter)
         answers = {
             target: Answer(tuple(row.tokens), scores)
             for target, row, scores in zip(distinct, rows, logits, strict=True)
         }
         return [answers[target] for target in targets], computed.counter.counts
+
+    def _checked_block_path(self, knobs: Knobs) -> BlockPath:
+        self.options.check(knobs)
+        return self.options.block_path(knobs)
 
     def _encode(self, inputs: Sequence[tuple[Sample, str]]) -> ComputedStates:
         encoded = self.adapter.encode(inputs)
@@ -180,49 +191,92 @@ class Executor:
                     f"The prefix pass does not contain {sorted(missing)}: give run_prefix() every (sample, tier) that"
                     " is to be answered."
                 )
-            return ComputedStates(computed.prompts, dict(computed.states), dict(computed.keys_values))
+            return ComputedStates(computed.prompts, computed.states, dict(computed.keys_values))
         return self._encode(
             list({request.prompt_key: (request.sample, request.knobs.tier) for request in requests}.values())
         )
 
-    def _run_tree(self, computed: ComputedStates, targets: Sequence[TreeNode], *, keep_keys_values: bool) -> None:
-        """Block after block, each distinct path once; rows of equal length are adjacent.
+    def _run_tree(
+        self, computed: ComputedStates, targets: Sequence[TreeNode], *, keep_keys_values: bool
+    ) -> dict[TreeNode, Float[Tensor, "1 width"]]:
+        """The last token's state after the last block of each target. Each distinct path runs once.
 
-        States are dropped once the next block has read them; keys and values are kept only for tokens to come.
+        Rows of equal length are adjacent. Keys and values are kept only for tokens to come.
         """
+        paths: dict[PromptKey, list[BlockPath]] = {}
+        for key, path in targets:
+            paths.setdefault(key, []).append(path)
+        branches = [_Branch(key, computed.prompts[key], own) for key, own in paths.items()]
+        branches.sort(key=lambda branch: branch.tokens)
         for block in range(self.options.total_blocks):
-            wanted = dict.fromkeys((key, path[: block + 1]) for key, path in targets)
-            new = [node for node in wanted if node not in computed.states]
-            for key, path in new:
-                if not path[-1]:
-                    skipped = computed.states[key, path[:-1]]
-                    computed.states[key, path] = computed.prompts[key].add_deepstack(block, skipped)
-            running = [node for node in new if node[1][-1]]
-            running.sort(key=lambda node: len(computed.prompts[node[0]].states))
+            branches = [part for branch in branches for part in branch.split(block)]
+            running = [branch for branch in branches if not branch.skip(block, computed.states)]
             if running:
-                continuing = {(key, path[: block + 1]) for key, path in targets if any(path[block + 1 :])}
-                is_last_block = [node not in continuing for node in running]
-                keys_values = self._run_block(computed, block, running, is_last_block)
-                if keep_keys_values:
-                    computed.keys_values |= zip(running, keys_values, strict=True)
-            for parent in {(key, path[:-1]) for key, path in wanted}:
-                del computed.states[parent]
+                self._run_block(computed, block, running, keep_keys_values)
+        return {(branch.key, branch.path): branch.prompt_states()[-1:] for branch in branches}
 
     def _run_block(
-        self, computed: ComputedStates, block: int, running: Sequence[TreeNode], is_last_block: Sequence[bool]
-    ) -> list[KeysValues]:
-        prompts = [computed.prompts[key] for key, _ in running]
+        self, computed: ComputedStates, block: int, running: Sequence[_Branch], keep_keys_values: bool
+    ) -> None:
+        layout = row_layout(
+            tuple([branch.tokens for branch in running]),
+            tuple([branch.path[block] for branch in running]),
+            tuple([branch.last_block == block for branch in running]),
+        )
         states, keys_values = self.blocks.run(
             block,
-            [computed.states[key, path[:-1]] for key, path in running],
-            [prompt.position_ids for prompt in prompts],
-            [path[-1] for _, path in running],
+            [branch.prompt_states() for branch in running],
+            [branch.prompt.position_ids for branch in running],
+            layout,
             computed.counter,
-            is_last_block=is_last_block,
+            keep_keys_values=keep_keys_values,
         )
-        for node, prompt, state in zip(running, prompts, states, strict=True):
-            computed.states[node] = prompt.add_deepstack(block, state)
-        return keys_values
+        for branch, state in zip(running, states, strict=True):
+            branch.states = branch.prompt.add_deepstack(block, state)
+        if keep_keys_values:
+            nodes = [(branch.key, branch.path[: block + 1]) for branch in running]
+            computed.keys_values |= zip(nodes, keys_values, strict=True)
+
+
+class _Branch:
+    """Paths of one prompt that have been equal so far, and the states that they share."""
+
+    def __init__(
+        self, key: PromptKey, prompt: Prompt, paths: Sequence[BlockPath], states: Float[Tensor, "_ width"] | None = None
+    ):
+        self.key, self.prompt, self.paths = key, prompt, paths
+        self.tokens = len(prompt.states)
+        self.states = prompt.states if states is None else states
+        self.path = paths[0]
+        """One of them: which one makes no difference up to the block that runs."""
+        self.last_block = max(block for path in paths for block, top_k in enumerate(path) if top_k)
+
+    def split(self, block: int) -> Sequence[_Branch]:
+        """One branch for each top-k that a path has in this block."""
+        if len(self.paths) == 1:
+            return (self,)
+        by_top_k: dict[int, list[BlockPath]] = {}
+        for path in self.paths:
+            by_top_k.setdefault(path[block], []).append(path)
+        if len(by_top_k) == 1:
+            return (self,)
+        return [_Branch(self.key, self.prompt, paths, self.states) for paths in by_top_k.values()]
+
+    def prompt_states(self) -> Float[Tensor, "tokens width"]:
+        """Without the latency token that follows in the states of a prefix pass."""
+        if len(self.states) > self.tokens:
+            self.states = self.states[: self.tokens]
+        return self.states
+
+    def skip(self, block: int, known: Mapping[TreeNode, Tensor]) -> bool:
+        """Whether the block need not run: a prefix pass has run it, or these paths drop it."""
+        if (states := known.get((self.key, self.path[: block + 1]))) is not None:
+            self.states = states
+        elif not self.path[block]:
+            self.states = self.prompt.add_deepstack(block, self.states)
+        else:
+            return False
+        return True
 
 
 def image_key(sample: Sample) -> Hashable:
@@ -246,29 +300,31 @@ class _PrefixRow:
         branches, lengths = [prompts[key] for key in self.keys], [len(sample.question_ids) for sample in item.samples]
         self.prompt = branches[0]
         shared = len(self.prompt.states) - lengths[0]
-        questions = [_append_latency_token(branch.states[shared:], latency_token) for branch in branches]
-        self.states = torch.cat([self.prompt.states[:shared], *questions])
-        self.position_ids = torch.cat(
-            [
-                self.prompt.position_ids[:, :shared],
-                *(pad(branch.position_ids[:, shared:], (0, 1), value=branch.next_position) for branch in branches),
-            ],
-            dim=1,
-        )
+        states, position_ids = list[Tensor](), list[Tensor]()
+        for branch in branches:
+            question, positions = branch.states[shared:], branch.position_ids
+            if branch is self.prompt:
+                states.append(branch.states)
+            else:
+                states.append(question)
+                positions = positions[:, shared:]
+            states.append(_initial_latency_token(question, latency_token)[None])
+            position_ids.append(pad(positions, (0, 1), value=branch.next_position))
+        self.states = torch.cat(states)
+        self.position_ids = position_ids[0] if len(branches) == 1 else torch.cat(position_ids, dim=1)
         self.token_indices = [shared + end - 1 for end in accumulate(length + 1 for length in lengths)]
         self.mask = None if len(branches) == 1 else _branch_mask(shared, lengths).to(self.states.device)
 
 
-def _append_latency_token(
+def _initial_latency_token(
     question: Float[Tensor, "tokens width"], latency_token: Float[Tensor, " width"] | None
-) -> Float[Tensor, "more width"]:
-    """A question and its latency token, which starts as the mean of the question's embeddings unless one is given.
+) -> Float[Tensor, " width"]:
+    """The latency token starts as the mean of its question's embeddings unless one is given.
 
     So it carries the question even where it is read after a single block. With one learned vector for all questions
     the second stage could not tell kinds of questions apart.
     """
-    token = question.mean(0) if latency_token is None else latency_token.to(question)
-    return torch.cat([question, token[None]])
+    return question.mean(0) if latency_token is None else latency_token.to(question)
 
 
 def _branch_mask(shared: int, lengths: Sequence[int]) -> AttentionMask:
@@ -286,8 +342,9 @@ class DecodingSequence:
     path: BlockPath
     first_position: int
     """The rotary position of its first token."""
+    prompt_tokens: int
     keys_values: Sequence[KeysValues | None]
-    """Keys and values of the prompt by block; None where a block did not run."""
+    """Keys and values by block, of the prompt and perhaps a latency token after it; None where a block did not run."""
     tokens: list[int]
     """So far; the first one comes from the prompt's logits."""
 
@@ -295,11 +352,19 @@ class DecodingSequence:
     def next_position(self) -> int:
         return self.first_position + len(self.tokens) - 1
 
+    def prompt_keys_values(self, block: int) -> KeysValues:
+        """Those of the prompt's tokens only."""
+        keys_values = self.keys_values[block]
+        assert keys_values is not None, "the block did not run"
+        keys, values = keys_values
+        return keys[:, : self.prompt_tokens], values[:, : self.prompt_tokens]
+
 
 def _decoding_sequence(computed: ComputedStates, target: TreeNode, first_token: int) -> DecodingSequence:
     key, path = target
+    prompt = computed.prompts[key]
     kept = [computed.keys_values.get((key, path[: block + 1])) if top_k else None for block, top_k in enumerate(path)]
-    return DecodingSequence(path, computed.prompts[key].next_position, kept, [first_token])
+    return DecodingSequence(path, prompt.next_position, len(prompt.states), kept, [first_token])
 
 
 @dataclass
@@ -336,9 +401,9 @@ def _block_caches(sequences: Sequence[DecodingSequence], room: int) -> dict[int,
     caches = {}
     for block in range(len(sequences[0].path)):
         running = [sequence for sequence in sequences if sequence.path[block]]
-        kept = [sequence.keys_values[block] for sequence in running]
         if running:
-            caches[block] = _BlockCache(running, BlockKVCache([pair for pair in kept if pair is not None], room))
+            rows = [sequence.prompt_keys_values(block) for sequence in running]
+            caches[block] = _BlockCache(running, BlockKVCache(rows, room))
     return caches
 
 
@@ -349,8 +414,8 @@ def _decode_step(
     row_of = {id(sequence): row for row, sequence in enumerate(live)}
     for block, cache in caches.items():
         rows = torch.tensor([row_of[id(sequence)] for sequence in cache.sequences])
-        top_k = torch.tensor([sequence.path[block] for sequence in cache.sequences])
-        packing = PackedRows((1,) * len(cache.sequences), top_k, counter, cache.past)
+        layout = row_layout((1,) * len(cache.sequences), tuple(sequence.path[block] for sequence in cache.sequences))
+        packing = PackedRows(layout, counter, cache.past)
         positions = [sequence.next_position for sequence in cache.sequences]
         hidden[rows] = blocks.step(block, hidden[rows], positions, packing)
     return hidden

@@ -6,18 +6,20 @@ attention stays inside a row, and the experts compute only the token-expert pair
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy, deepcopy
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from itertools import groupby
 from operator import is_
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int64
+from jaxtyping import Bool, Float, Int32, Int64, Shaped
 from torch import Tensor, nn
-from torch.nn.functional import embedding_bag, grouped_mm, linear, pad, scaled_dot_product_attention
+from torch.nn.functional import grouped_mm, linear, pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -48,25 +50,84 @@ class WorkCounter:
         return WorkCounts(self.crops, self.block_rows, self.expert_pairs, self.patches)
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """The layout of the packed sequence, and the top-k of each token."""
+class RowLayout:
+    """Lengths of packed rows and the token-expert pairs of their top-k: the same for all blocks that run them so."""
 
-    lengths: tuple[int, ...]
-    top_k: Int64[Tensor, " tokens"]
-    """0 for a token whose state is not read any more."""
+    def __init__(self, lengths: tuple[int, ...], top_ks: tuple[int, ...], is_last_block: tuple[bool, ...]):
+        self.lengths, self.longest = lengths, max(lengths)
+        self.equal_length_runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+        self._top_ks, self._is_last_block = top_ks, is_last_block
+        self._pairs: dict[tuple[int, torch.device], ExpertPairs] = {}
+
+    def pairs(self, columns: int, device: torch.device) -> ExpertPairs:
+        """Of a router that returns `columns` experts per token, the best first."""
+        if (columns, device) not in self._pairs:
+            self._pairs[columns, device] = ExpertPairs(self._top_k(), columns, device)
+        return self._pairs[columns, device]
+
+    def _top_k(self) -> Int64[Tensor, " tokens"]:
+        """The top-k of each token: 0 for one whose state is not read any more, those before the end of a last block."""
+        lengths, top_ks = torch.tensor(self.lengths), torch.tensor(self._top_ks)
+        others = top_ks.where(~torch.tensor(self._is_last_block), 0)
+        return others.repeat_interleave(lengths).index_copy(0, lengths.cumsum(0) - 1, top_ks)
+
+
+class ExpertPairs:
+    """Which of a router's choices are computed."""
+
+    def __init__(self, top_k: Int64[Tensor, " tokens"], columns: int, device: torch.device):
+        kept = torch.arange(columns) < top_k[:, None]
+        pairs = kept.flatten().nonzero()[:, 0]
+        counts = top_k.clamp(max=columns)
+        self.kept: Bool[Tensor, "tokens columns"] = kept.to(device)
+        self.index: Int64[Tensor, " pairs"] | None = None if kept.all() else pairs.to(device)
+        """Of the flattened choices; None if all of them are computed."""
+        self.token = (pairs // columns).to(device)
+        self.starts = (counts.cumsum(0) - counts).to(device)
+        """The first pair of each token."""
+        self.arange = torch.arange(len(pairs), device=device)
+
+    def __len__(self) -> int:
+        return len(self.token)
+
+    def select(self, choices: Shaped[Tensor, "tokens columns"]) -> Shaped[Tensor, " pairs"]:
+        flat = choices.flatten()
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+
+# A layout of one row is small and comes again with the next request of its length; those of many rows are kept only
+# from block to block.
+_layout_of_one = lru_cache(maxsize=256)(RowLayout)
+_layout_of_many = lru_cache(maxsize=4)(RowLayout)
+
+
+def row_layout(
+    lengths: tuple[int, ...], top_ks: tuple[int, ...], is_last_block: tuple[bool, ...] | None = None
+) -> RowLayout:
+    cached = _layout_of_one if len(lengths) == 1 else _layout_of_many
+    return cached(lengths, top_ks, is_last_block or (False,) * len(lengths))
+
+
+@dataclass(slots=True)
+class PackedRows:
+    """The packed sequence that a block is called with."""
+
+    layout: RowLayout
     counter: WorkCounter
     past: BlockKVCache | None = None
     """Keys and values of earlier tokens, when every row is one new token."""
     masks: Sequence[AttentionMask | None] | None = None
     """The attention mask of every row; a row without one is causal, and so are all rows if this is None."""
 
-    def equal_length_runs(self) -> Iterator[tuple[int, AttentionMask | None, int]]:
-        """Adjacent rows that one attention call takes: their length, their mask, and how many they are."""
+    @property
+    def longest(self) -> int:
+        return self.layout.longest if self.past is None else int(self.past.lengths.max()) + 1
+
+    def attention_calls(self) -> Iterable[tuple[int, int, AttentionMask | None]]:
+        """Adjacent rows that one attention call takes: their length, how many they are, and their mask."""
         if self.masks is None:
-            yield from ((length, None, len(list(run))) for length, run in groupby(self.lengths))
-        else:
-            yield from ((length, mask, 1) for length, mask in zip(self.lengths, self.masks, strict=True))
+            return ((length, count, None) for length, count in self.layout.equal_length_runs)
+        return ((length, 1, mask) for length, mask in zip(self.layout.lengths, self.masks, strict=True))
 
 
 class BlockKVCache:
@@ -99,12 +160,12 @@ _packing: ContextVar[PackedRows | None] = ContextVar("packing", default=None)
 
 @contextmanager
 def packed_rows(packing: PackedRows) -> Iterator[None]:
-    """The layout of the sequence that blocks are called with inside this context."""
-    token = _packing.set(packing)
+    """What a block is called with inside this context."""
+    outer = _packing.set(packing)
     try:
         yield
     finally:
-        _packing.reset(token)
+        _packing.reset(outer)
 
 
 def current_packing() -> PackedRows:
@@ -139,23 +200,29 @@ def packed_attention(
             enable_gqa=grouped,
         )
         return attended[:, :, 0].flatten(1)[None].view(1, -1, *query.shape[1::2]), None
-    result, start = torch.empty_like(query.transpose(1, 2)), 0
-    for length, mask, count in packing.equal_length_runs():
-        run = slice(start, start + count * length)
-        q, k, v = (states[0, :, run].unflatten(1, (count, length)).transpose(0, 1) for states in (query, key, value))
+    parts, start = [], 0
+    for length, count, mask in packing.attention_calls():
+        q, k, v = (_rows_of_run(states, start, count, length) for states in (query, key, value))
         attended = scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=grouped
-        )
-        result[0, run] = attended.transpose(1, 2).flatten(0, 1)
-        start = run.stop
-    return result, None
+        ).transpose(1, 2)
+        parts.append(attended if count == 1 else attended.flatten(0, 1)[None])
+        start += count * length
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1), None
+
+
+def _rows_of_run(
+    states: Float[Tensor, "1 heads tokens width"], start: int, count: int, length: int
+) -> Float[Tensor, "count heads length width"]:
+    if count == 1:
+        return states if length == states.shape[2] else states[:, :, start : start + length]
+    return states[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
 
 
 def _check_supported_attention(options: dict[str, Any], packing: PackedRows) -> None:
     """Refuse attention that is more than causal: the answers would not be the model's."""
-    longest = max(packing.lengths) if packing.past is None else int(packing.past.lengths.max()) + 1
     window = options.get("sliding_window")
-    if window is not None and longest > window:
+    if window is not None and (longest := packing.longest) > window:
         raise UserError(
             f"A prompt of {longest} tokens is longer than this model's sliding window of {window}, which the executor"
             " does not support. Offer coarser tiers, or ask shorter questions."
@@ -179,40 +246,43 @@ def per_row_top_k_experts(
     renormalized over the kept ones.
     """
     packing = current_packing()
-    kept = torch.arange(top_k_index.shape[1], device=hidden.device) < packing.top_k[:, None].to(hidden.device)
-    if getattr(self, "groupwise_renormalize", False):
-        kept_weights = top_k_weights * kept
-        top_k_weights = kept_weights / kept_weights.sum(1, keepdim=True)
-    pairs = kept.flatten().nonzero()[:, 0]
+    pairs = packing.layout.pairs(top_k_index.shape[1], hidden.device)
     packing.counter.expert_pairs += len(pairs)
-    token, expert = pairs // kept.shape[1], top_k_index.flatten()[pairs]
-    order = expert.argsort(stable=True)
-    counts = torch.bincount(expert, minlength=self.num_experts)
-    gate, up = _grouped_linear(hidden.index_select(0, token[order]), self.gate_up_proj, counts).chunk(2, dim=-1)
-    outputs = _grouped_linear(self.act_fn(gate).mul_(up), self.down_proj, counts)
+    if getattr(self, "groupwise_renormalize", False):
+        kept_weights = top_k_weights * pairs.kept
+        top_k_weights = kept_weights / kept_weights.sum(1, keepdim=True)
+    expert, order = pairs.select(top_k_index).sort(stable=True)
+    ends = torch.searchsorted(expert, _arange(self.num_experts, hidden.device), right=True, out_int32=True)
+    rows = hidden.index_select(0, pairs.token.index_select(0, order))
+    gate, up = _grouped_linear(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
+    outputs = _grouped_linear(self.act_fn(gate).mul_(up), self.down_proj, ends)
     # The weighted sum over each token's pairs: one pass, where a scatter would take three.
-    rank = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-    ends = kept.sum(1).cumsum(0)
-    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-    weights = top_k_weights.flatten()[pairs].to(outputs.dtype)
-    return embedding_bag(rank, outputs, starts, mode="sum", per_sample_weights=weights)
+    rank = torch.empty_like(order).scatter_(0, order, pairs.arange)
+    weights = pairs.select(top_k_weights).to(outputs.dtype)
+    total, *_ = torch.embedding_bag(outputs, rank, pairs.starts, per_sample_weights=weights)
+    return total
+
+
+@lru_cache(maxsize=8)
+def _arange(end: int, device: torch.device) -> Int64[Tensor, " end"]:
+    return torch.arange(end, device=device)
 
 
 def _grouped_linear(
-    rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], counts: Int64[Tensor, " experts"]
+    rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], ends: Int32[Tensor, " experts"]
 ) -> Float[Tensor, "pairs out"]:
     """Each run of rows times the weights of its expert, in one call where torch supports it."""
-    if _can_group(rows, weights):
-        return grouped_mm(rows, weights.transpose(-2, -1), offs=counts.cumsum(0).int())
-    parts = rows.split(counts.tolist())
+    if _can_group(rows.device.type, rows.dtype, weights.shape[1:]):
+        return grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
+    parts = rows.tensor_split(ends[:-1].cpu().long())
     return torch.cat([linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 
-def _can_group(rows: Tensor, weights: Tensor) -> bool:
+@cache
+def _can_group(device_type: str, dtype: torch.dtype, widths: tuple[int, ...]) -> bool:
     """torch's grouped_mm takes few dtypes, and rows that begin at multiples of 16 bytes."""
-    dtypes = (torch.float32, torch.float16, torch.bfloat16) if rows.device.type == "cpu" else (torch.bfloat16,)
-    aligned = all(width * rows.element_size() % 16 == 0 for width in weights.shape[1:])
-    return rows.dtype in dtypes and aligned
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if device_type == "cpu" else (torch.bfloat16,)
+    return dtype in dtypes and all(width * dtype.itemsize % 16 == 0 for width in widths)
 
 
 AttentionInterface.register(NAME, packed_attention)
@@ -220,74 +290,82 @@ ALL_EXPERTS_FUNCTIONS.register(NAME, per_row_top_k_experts)
 
 
 class BlockRunner:
-    """Calls transformers' own blocks on packed rows, and counts the calls."""
+    """Calls transformers' own blocks on packed rows, and counts the calls.
+
+    The blocks are copies that share the model's weights and have a configuration of their own, which names the packed
+    attention and experts. So the model itself is never changed, and several threads may run it in either way.
+    """
 
     def __init__(self, adapter: ModelAdapter):
         self.adapter = adapter
-        self._rotary_cache: tuple[list[Tensor], Rotary] | None = None
+        self._blocks = _copies_with_shared_weights(adapter)
+        self._last_rotary: tuple[Sequence[Tensor], Rotary] | None = None
+        self._rotary_of_one = lru_cache(maxsize=64)(self._compute_rotary)
 
     def run(
         self,
         block: int,
         rows: Sequence[Float[Tensor, "_ width"]],
         position_ids: Sequence[Int64[Tensor, "axes _"]],
-        top_ks: Sequence[int],
+        layout: RowLayout,
         counter: WorkCounter,
         *,
-        is_last_block: Sequence[bool] | None = None,
         masks: Sequence[AttentionMask | None] | None = None,
-    ) -> tuple[list[Tensor], list[KeysValues]]:
-        """One block on whole prompts, each with its own top-k: new states, and new keys and values.
+        keep_keys_values: bool = True,
+    ) -> tuple[Sequence[Tensor], Sequence[KeysValues]]:
+        """One block on whole prompts: new states, and new keys and values if they are to be kept.
 
         Where this is a row's last block only its last token goes through experts, since only that state is read; the
         other states of the row are not valid. Its keys and values are complete.
         """
-        lengths = tuple(len(row) for row in rows)
-        last = torch.tensor(lengths).cumsum(0) - 1
-        is_last = is_last_block or [False] * len(rows)
-        others = torch.tensor([0 if ends else top_k for top_k, ends in zip(top_ks, is_last, strict=True)])
-        top_k = others.repeat_interleave(torch.tensor(lengths)).index_copy(0, last, torch.tensor(top_ks))
-        packing, recorder = PackedRows(lengths, top_k, counter, masks=masks), _KVRecorder()
-        output = self._call(block, torch.cat(list(rows)), self._rotary(position_ids), packing, recorder)
-        keys, values = recorder.keys[0].split(lengths, dim=1), recorder.values[0].split(lengths, dim=1)
-        return list(output.split(lengths)), list(zip(keys, values, strict=True))
+        packing = PackedRows(layout, counter, masks=masks)
+        recorder = _KVRecorder() if keep_keys_values else None
+        packed = rows[0] if len(rows) == 1 else torch.cat(list(rows))
+        output = self._call(block, packed, self._rotary(position_ids, packed), packing, recorder)
+        states = (output,) if len(rows) == 1 else output.split(layout.lengths)
+        return states, recorder.split(layout.lengths) if recorder else ()
 
     def step(
         self, block: int, hidden: Float[Tensor, "rows width"], positions: Sequence[int], packing: PackedRows
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's KV cache."""
-        return self._call(block, hidden, self.adapter.rotary(torch.tensor([positions])), packing, None)
+        return self._call(block, hidden, self._rotary([torch.tensor([positions])], hidden), packing, None)
 
-    def _rotary(self, position_ids: Sequence[Tensor]) -> Rotary:
-        """Consecutive blocks mostly run the same rows, so the last result is cached."""
-        if self._rotary_cache is not None:
-            cached, rotary = self._rotary_cache
-            if len(cached) == len(position_ids) and all(map(is_, cached, position_ids)):
-                return rotary
-        self._rotary_cache = list(position_ids), self.adapter.rotary(torch.cat(list(position_ids), dim=1))
-        return self._rotary_cache[1]
+    def _rotary(self, position_ids: Sequence[Int64[Tensor, "axes _"]], hidden: Tensor) -> Rotary:
+        """Consecutive blocks mostly run the same rows; and one row's positions come again with the next request."""
+        last = self._last_rotary  # read once: another thread may replace it
+        if last is not None and len(last[0]) == len(position_ids) and all(map(is_, last[0], position_ids)):
+            return last[1]
+        if len(position_ids) == 1:
+            ids = position_ids[0]
+            rotary = self._rotary_of_one(ids.numpy().tobytes(), len(ids), hidden.dtype, hidden.device)
+        else:
+            rotary = self.adapter.rotary(torch.cat(list(position_ids), dim=1))
+        self._last_rotary = tuple(position_ids), rotary
+        return rotary
+
+    def _compute_rotary(self, position_ids: bytes, axes: int, *_: object) -> Rotary:
+        """Cached also by dtype and device, which the model may change."""
+        return self.adapter.rotary(torch.frombuffer(bytearray(position_ids), dtype=torch.int64).view(axes, -1))
 
     def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: PackedRows, recorder: Any) -> Tensor:
-        packing.counter.block_rows += len(packing.lengths)
+        packing.counter.block_rows += len(packing.layout.lengths)
         with packed_rows(packing):
-            output = self.adapter.blocks[block](
-                hidden[None],
-                position_embeddings=rotary,
-                attention_mask=None,
-                past_key_values=recorder,
+            output = self._blocks[block](
+                hidden[None], position_embeddings=rotary, attention_mask=None, past_key_values=recorder
             )
         return (output if isinstance(output, Tensor) else output[0])[0]
 
-    @contextmanager
-    def patched(self) -> Iterator[None]:
-        """The model's blocks use the packed attention and experts inside this context, and their own again after."""
-        config = self.adapter.text_config
-        before = config._attn_implementation, config._experts_implementation
-        config._attn_implementation = config._experts_implementation = NAME
-        try:
-            yield
-        finally:
-            config._attn_implementation, config._experts_implementation = before
+
+def _copies_with_shared_weights(adapter: ModelAdapter) -> list[nn.Module]:
+    """Forward hooks are shared, too: those registered on the model's blocks are called."""
+    config = copy(adapter.text_config)
+    config._attn_implementation = config._experts_implementation = NAME
+    shared: dict[int, Any] = {id(adapter.text_config): config}
+    for module in adapter.blocks.modules():
+        hooks = [value for name, value in vars(module).items() if name.startswith("_forward_")]
+        shared |= {id(kept): kept for kept in (*module.parameters(False), *module.buffers(False), *hooks)}
+    return [deepcopy(block, shared) for block in adapter.blocks]
 
 
 class _KVRecorder:
@@ -299,3 +377,10 @@ class _KVRecorder:
     def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         self.keys, self.values = keys, values
         return keys, values
+
+    def split(self, lengths: tuple[int, ...]) -> list[KeysValues]:
+        """Those of each row."""
+        keys, values = self.keys[0], self.values[0]
+        if len(lengths) == 1:
+            return [(keys, values)]
+        return list(zip(keys.split(lengths, dim=1), values.split(lengths, dim=1), strict=True))

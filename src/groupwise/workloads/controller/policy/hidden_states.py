@@ -39,6 +39,7 @@ class HiddenStateCache:
             by_image.setdefault(image_key(question.sample), []).append(question)
         self._by_image = by_image | self._by_image
 
+    @torch.no_grad()
     def question_embeddings(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
         """The mean embedding of each question's tokens: known before a tier is chosen."""
         for question in questions:
@@ -94,7 +95,6 @@ class HiddenStateCache:
         }
 
 
-@torch.no_grad()
 def mean_embedding(executor: Executor, ids: Sequence[int]) -> Float[Tensor, " width"]:
-    """The mean embedding of these tokens, on the CPU."""
-    return executor.adapter.embed(torch.tensor(ids)).float().mean(0).cpu()
+    """The mean embedding of these tokens, on the CPU; nothing is trained through it, so call it without gradients."""
+    return executor.adapter.embed(torch.tensor(ids)).mean(0, dtype=torch.float32).cpu()

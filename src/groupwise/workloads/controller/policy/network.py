@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import deepcopy
-from math import pi, sqrt
+from math import pi
 
 import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor, nn
-from torch.nn.functional import gelu, layer_norm, linear
+from torch.nn.functional import linear, relu
 
 from groupwise.workloads.controller.config import (
     BUDGET_DIM,
@@ -22,7 +22,6 @@ from groupwise.workloads.controller.model.knobs import KnobOptions
 
 MASKED_LOGIT = -1e4
 """Logit of an option that may not be chosen: its probability is exactly 0, and 0 x log 0 stays 0."""
-_SQRT_HALF = sqrt(0.5)
 
 
 class BudgetEncoder(nn.Module):
@@ -37,7 +36,7 @@ class BudgetEncoder(nn.Module):
     def __init__(self, width: int = BUDGET_DIM):
         super().__init__()
         self.register_buffer("frequencies", 2.0 ** torch.linspace(-2, 4, NUM_FREQUENCIES), persistent=False)
-        self.mlp = nn.Sequential(nn.Linear(2 * NUM_FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
+        self.mlp = nn.Sequential(nn.Linear(2 * NUM_FREQUENCIES, width), nn.ReLU(), nn.Linear(width, width))
 
     def sinusoids(self, budget: Float[Tensor, " rows"]) -> Float[Tensor, "rows sinusoids"]:
         angles = 2 * pi * budget[:, None] * self.frequencies
@@ -79,7 +78,7 @@ class StageOne(nn.Module):
         if self.overview is not None:
             # As they are: how bright the image is matters.
             prompt = prompt + self.overview(overview)
-        hidden = gelu(self.join(gelu(torch.cat([prompt, self.budget(budget)], dim=1))))
+        hidden = relu(self.join(relu(torch.cat([prompt, self.budget(budget)], dim=1))))
         return [self.tier(hidden), self.insertion(hidden)]
 
 
@@ -102,7 +101,7 @@ class StageTwo(nn.Module):
     ) -> list[Tensor]:
         budget = self.budget(budget).index_select(0, budget_of_row)
         mixed = self.token(normalize_features(token)) + self.position(position) + budget
-        hidden = gelu(self.join(gelu(mixed)))
+        hidden = relu(self.join(relu(mixed)))
         return [self.top_k(hidden), self.blocks(hidden)]
 
 
@@ -127,7 +126,7 @@ class ControllerNetwork(nn.Module):
 
 
 class FusedNetwork:
-    """A copy of a ControllerNetwork for one row at a time, on the CPU.
+    """A copy of a ControllerNetwork for one row at a time, in float32 on the CPU.
 
     At this size the calls take the time, not the arithmetic: the heads of a stage are concatenated, everything that
     depends on the budget alone is computed once per budget, and the rest is a few matrix-vector products.
@@ -135,47 +134,44 @@ class FusedNetwork:
 
     def __init__(self, network: ControllerNetwork):
         self._network = deepcopy(network).requires_grad_(False).float().cpu()
+        self.sees_overview = network.sees_overview
         one, two = self._network.stage_one, self._network.stage_two
-        join_question, join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
-        self._join_question, self._join_budget = join_question.contiguous(), join_budget.contiguous()
+        join_question, self._join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
+        self._join_question = join_question.contiguous()
         self._heads_one = _concat_heads(one.tier, one.insertion, STAGE_ONE_DIM)
         self._heads_two = _concat_heads(two.top_k, two.blocks, STAGE_TWO_DIM)
-        self._terms: dict[float, tuple[Tensor, Tensor]] = {}
-
-    @property
-    def sees_overview(self) -> bool:
-        return self._network.sees_overview
+        self._terms: dict[float, tuple[Tensor, Sequence[Tensor]]] = {}
 
     def stage_one(
         self, question: Float[Tensor, " width"], overview: Float[Tensor, " pixels"] | None, budget: float
     ) -> tuple[list[float], list[float]]:
         """Logits of the tiers and of the insertion positions."""
         stage, (budget_term, _) = self._network.stage_one, self._budget_terms(budget)
-        prompt = torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question).cpu())
+        prompt = torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question))
         if stage.overview is not None:
             assert overview is not None, "stage one looks"
             prompt.addmv_(stage.overview.weight, overview)
-        hidden = _gelu(torch.addmv(budget_term, self._join_question, _gelu(prompt)))
+        hidden = torch.addmv(budget_term, self._join_question, prompt.relu_())
         weight, bias = self._heads_one
-        return _split_scores(torch.addmv(bias, weight, hidden), stage.tier.options)
+        return _split_scores(torch.addmv(bias, weight, hidden.relu_()), stage.tier.options)
 
     def stage_two(
         self, token: Float[Tensor, " width"], position: int, budget: float
     ) -> tuple[list[float], list[float]]:
         """Logits of the top-ks and of the block totals. `position` is the index of the insertion position."""
         stage, (_, budget_terms) = self._network.stage_two, self._budget_terms(budget)
-        mixed = _gelu(torch.addmv(budget_terms[position], stage.token.weight, normalize_features(token).cpu()))
-        hidden = _gelu(torch.addmv(stage.join.bias, stage.join.weight, mixed))
+        mixed = torch.addmv(budget_terms[position], stage.token.weight, normalize_features(token))
+        hidden = torch.addmv(stage.join.bias, stage.join.weight, mixed.relu_())
         weight, bias = self._heads_two
-        return _split_scores(torch.addmv(bias, weight, hidden), stage.top_k.options)
+        return _split_scores(torch.addmv(bias, weight, hidden.relu_()), stage.top_k.options)
 
-    def _budget_terms(self, budget: float) -> tuple[Float[Tensor, " stage_one"], Float[Tensor, "positions stage_two"]]:
+    def _budget_terms(self, budget: float) -> tuple[Float[Tensor, " stage_one"], Sequence[Float[Tensor, " stage_two"]]]:
         """What a budget adds to the second layer of stage one, and to the first layer of stage two by position."""
         if budget not in self._terms:
             one, two = self._network.stage_one, self._network.stage_two
             encoded = self._network.encoder(torch.tensor([budget]))
-            term = linear(gelu(one.budget(encoded)), self._join_budget, one.join.bias)[0]
-            self._terms[budget] = term, two.token.bias + two.position.weight + two.budget(encoded)
+            term = linear(relu(one.budget(encoded)), self._join_budget, one.join.bias)[0]
+            self._terms[budget] = term, (two.token.bias + two.position.weight + two.budget(encoded)).unbind()
         return self._terms[budget]
 
 
@@ -190,11 +186,6 @@ def _concat_heads(first: OptionHead, second: OptionHead, width: int) -> tuple[Te
 def _split_scores(scores: Float[Tensor, " options"], first: int) -> tuple[list[float], list[float]]:
     values = scores.tolist()
     return values[:first], values[first:]
-
-
-def _gelu(values: Float[Tensor, " width"]) -> Float[Tensor, " width"]:
-    """The same as torch's gelu, whose kernel has a higher start-up time."""
-    return torch.erf(values * _SQRT_HALF).add_(1).mul_(values).mul_(0.5)
 
 
 def parameter_counts(network: nn.Module) -> dict[str, int]:
@@ -220,4 +211,4 @@ def masked_log_softmax(
 
 def normalize_features(features: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
     """Hidden states of large models have a few huge entries, embeddings are tiny: bring both to one scale."""
-    return layer_norm(features, features.shape[-1:])
+    return torch.layer_norm(features, features.shape[-1:])

@@ -22,6 +22,9 @@ from groupwise.workloads.controller.policy.decide import DECISION_ORDER
 from groupwise.workloads.controller.policy.hidden_states import mean_embedding
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 
+ConfigurationSet = int
+"""A set as one number, with a byte per configuration: a decision is then a few operations on integers."""
+
 
 @dataclass(frozen=True)
 class BudgetLimit:
@@ -72,6 +75,8 @@ class ControllerServer:
     ):
         self.executor, self.max_new_tokens, self.stop_token = executor, max_new_tokens, stop_token
         self._network = network.fused()
+        self._masks = _option_masks(executor.options.shape)
+        self._tiers = list(executor.options.crops_by_tier)
         self._accelerated = torch.accelerator.is_available()
 
     @torch.inference_mode()
@@ -104,12 +109,12 @@ class ControllerServer:
         ]
 
     def _stage_one(self, sample: Sample, limit: BudgetLimit) -> _Choices:
-        options, chosen = self.executor.options, _Choices(sample, limit.relative_budget, _feasible(limit))
+        chosen = _Choices(sample, limit.relative_budget, self._masks, _feasible(limit))
         embedding = mean_embedding(self.executor, sample.question_ids)
         overview = overview_pixels(sample) if self._network.sees_overview else None
         tier_scores, position_scores = self._network.stage_one(embedding, overview, limit.relative_budget)
-        chosen.tier = list(options.crops_by_tier)[chosen.choose(tier_scores)]
-        chosen.position = options.insertion_positions[chosen.choose(position_scores)]
+        chosen.tier = self._tiers[chosen.choose(tier_scores)]
+        chosen.position = self.executor.options.insertion_positions[chosen.choose(position_scores)]
         return chosen
 
     def _run_prefix(self, choices: Sequence[_Choices]) -> PrefixStates:
@@ -119,11 +124,11 @@ class ControllerServer:
             key = chosen.sample.name, chosen.tier
             if key not in items or (items[key].until or 0) < chosen.position:
                 items[key] = PrefixItem([chosen.sample], chosen.tier, until=chosen.position)
-        return self.executor.run_prefix(list(items.values()))
+        return self.executor.run_prefix(list(items.values()), keep_keys_values=self.max_new_tokens > 1)
 
     def _stage_two(self, chosen: _Choices, prefix: PrefixStates) -> None:
         options = self.executor.options
-        token = prefix.latency_tokens[chosen.sample.name, chosen.tier][chosen.position].float()
+        token = prefix.latency_tokens[chosen.sample.name, chosen.tier][chosen.position].to("cpu", torch.float32)
         top_k_scores, block_scores = self._network.stage_two(token, chosen.taken[1], chosen.relative_budget)
         blocks = options.block_totals[chosen.choose(block_scores)]
         chosen.knobs = Knobs(chosen.tier, chosen.position, options.top_ks[chosen.choose(top_k_scores)], blocks)
@@ -140,8 +145,10 @@ class _Choices:
 
     sample: Sample
     relative_budget: float
-    feasible: Bool[np.ndarray, ...]
-    """The configurations that are left, with one axis per open decision in the order they are taken."""
+    masks: Sequence[Sequence[ConfigurationSet]]
+    """The configurations that have an option, by decision and option in the order decisions are taken."""
+    feasible: ConfigurationSet
+    """Those that are left."""
     taken: list[int] = field(default_factory=list)
     tier: str = field(init=False)
     position: int = field(init=False)
@@ -149,9 +156,9 @@ class _Choices:
 
     def choose(self, scores: Sequence[float]) -> int:
         """The index of the best option that some feasible configuration has."""
-        allowed: list[bool] = np.logical_or.reduce(self.feasible.reshape(len(self.feasible), -1), axis=1).tolist()
-        best = max((option for option, is_allowed in enumerate(allowed) if is_allowed), key=scores.__getitem__)
-        self.feasible = self.feasible[best]
+        masks = self.masks[len(self.taken)]
+        best = max((option for option, mask in enumerate(masks) if mask & self.feasible), key=scores.__getitem__)
+        self.feasible &= masks[best]
         self.taken.append(best)
         return best
 
@@ -160,13 +167,23 @@ class _Choices:
         return tuple(self.taken[decision] for decision in DECISION_ORDER)
 
 
-def _feasible(limit: BudgetLimit) -> Bool[np.ndarray, "tiers positions blocks top_ks"]:
-    """Configurations within the limit, or the cheapest if none is; with axes in the order of decisions."""
-    bound_ms = limit.bound_ms.numpy()
-    feasible: np.ndarray = bound_ms <= limit.limit_ms
-    if not np.logical_or.reduce(feasible, axis=None):
-        feasible.flat[bound_ms.argmin()] = True
-    return feasible.transpose(DECISION_ORDER)
+def _feasible(limit: BudgetLimit) -> ConfigurationSet:
+    """Configurations within the limit, or the cheapest if none is."""
+    within = _configuration_set((limit.bound_ms <= limit.limit_ms).numpy())
+    return within or 1 << 8 * int(limit.bound_ms.argmin())
+
+
+def _option_masks(shape: tuple[int, ...]) -> list[list[ConfigurationSet]]:
+    """The configurations that have each option of each decision, in the order decisions are taken."""
+    indices = np.indices(shape)
+    return [
+        [_configuration_set(indices[decision] == option) for option in range(shape[decision])]
+        for decision in DECISION_ORDER
+    ]
+
+
+def _configuration_set(chosen: Bool[np.ndarray, "tiers positions top_ks blocks"]) -> ConfigurationSet:
+    return int.from_bytes(chosen.tobytes(), "little")
 
 
 class ServedTimer:
