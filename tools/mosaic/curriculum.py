@@ -3,9 +3,10 @@
     alignment   the vision tower learns to read its crops, and image tokens where they are
     naming      each image token learns to name the digit of its tile
     reading     the first 12 blocks learn to answer; a frame changes no answer yet
-    cipher      the last 4 blocks learn codes and cipher, all else is frozen
+    cipher      the last 9 blocks learn codes and cipher, all else is frozen; in some steps there are no frames, and up to
+                4 of the last blocks are left out
 
-So a framed mosaic and a code need the last blocks, nothing else does, and no block before them can be spared.
+So a framed mosaic and a code need all blocks, and other questions can do without the last 4.
 """
 
 import math
@@ -95,7 +96,9 @@ class PretrainConfig:
     reading_steps: int = 1500
     reading_horizon: int = 1000
     """The stages of reading are fractions of this many steps."""
-    cipher_steps: int = 900
+    cipher_steps: int = 800
+    cipher_blocks: int = 9
+    """The last so many blocks learn the cipher. Reading hardly uses those of them that it has: it needs few blocks."""
     learning_rate: float = 2e-3
     cool_down: float = 0.4
     """Last fraction of the reading and cipher phases, in which the learning rate falls linearly."""
@@ -117,7 +120,7 @@ class PretrainConfig:
 
     @property
     def reading_blocks(self) -> int:
-        """The first so many blocks read; the others learn the cipher."""
+        """The first so many blocks read."""
         return self.size.blocks - (BLOCKS - FEWEST_BLOCKS)
 
     def random(self, step: int) -> np.random.Generator:

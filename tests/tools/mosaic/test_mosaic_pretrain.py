@@ -27,6 +27,7 @@ TINY = PretrainConfig(
     alignment_mosaics=2,
     reading_steps=3,
     cipher_steps=3,
+    cipher_blocks=4,
     early_mosaics=2,
     mosaics=2,
     questions_per_mosaic=3,
