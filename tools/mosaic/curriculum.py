@@ -3,8 +3,8 @@
     alignment   the vision tower learns to read its crops, and image tokens where they are
     naming      each image token learns to name the digit of its tile
     reading     the first 12 blocks learn to answer; a frame changes no answer yet
-    cipher      the last 9 blocks learn codes and cipher, all else is frozen; in some steps there are no frames, and up to
-                4 of the last blocks are left out
+    cipher      the last 9 blocks learn codes and cipher, all else is frozen; some steps have no frames, and leave out
+                up to 4 of the last blocks
 
 So a framed mosaic and a code need all blocks, and other questions can do without the last 4.
 """
