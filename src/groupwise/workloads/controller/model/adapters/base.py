@@ -25,8 +25,8 @@ class Sample:
     name: str
     """Identifies the sample: a hash of its content."""
     crops_by_tier: Mapping[str, Float[Tensor, "crops channels height width"]]
-    """The input of the vision tower at every tier, cut when it is read if they are LazyCrops. LLaVA: crops of one size, first the overview, which is the same in
-    all tiers. Qwen: one image of the tier's height and width."""
+    """The input of the vision tower at every tier; LazyCrops are cut when they are read. LLaVA: crops of one size,
+    first the overview, which is the same in all tiers. Qwen: one image of the tier's height and width."""
     question_ids: tuple[int, ...]
     """Token ids after the image."""
     prefix_ids: tuple[int, ...] = ()
