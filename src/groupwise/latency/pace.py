@@ -17,7 +17,7 @@ BOUND_RATE = 0.04
 """How far the log of the bound moves. The share of late answers among n differs from the promised one by at most the
 distance, in logs, that the bound had to go, over n times this."""
 _LARGEST_STEP = 0.5
-"""Of log(measured / estimated): a single stall counts as an answer that is slower by two thirds."""
+"""Of log(measured / estimated): a stall counts as an answer that is slower by two thirds. Nothing is faster by chance."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Pace:
     def after(self, measured_ms: float, *, median_ms: float, upper_ms: float, quantile: float) -> Pace:
         """The pace after one more answer, by its measured time and its estimates (without any pace)."""
         step = log(measured_ms / (self.slowdown * median_ms))
-        change = exp(SLOWDOWN_RATE * min(max(step, -_LARGEST_STEP), _LARGEST_STEP))
+        change = exp(SLOWDOWN_RATE * min(step, _LARGEST_STEP))
         is_late = measured_ms > self.upper_ratio * upper_ms
         correction = exp(BOUND_RATE * (quantile if is_late else quantile - 1))
         return Pace(self.slowdown * change, self.upper_ratio * change * correction, self.answers + 1)
