@@ -17,7 +17,7 @@ BOUND_RATE = 0.04
 """How far the log of the bound moves. The share of late answers among n differs from the promised one by at most the
 distance, in logs, that the bound had to go, over n times this."""
 _LARGEST_STEP = 0.5
-"""Of log(measured / estimated): a stall counts as an answer that is slower by two thirds. Nothing is faster by chance."""
+"""Of log(measured / estimated): a stall counts as an answer that is slower by two thirds. None is faster by chance."""
 
 
 @dataclass(frozen=True)

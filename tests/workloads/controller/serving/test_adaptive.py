@@ -169,7 +169,7 @@ def with_budgets(settings, enforcement, shares):
 
 def asked_alone(workload, question, budget_ms, enforcement):
     config = BudgetConfig(values=(budget_ms,), unit="ms", enforcement=enforcement)
-    return make_conditions([question], workload.task.estimator, workload.options, config)
+    return make_conditions([question], Milliseconds(workload.task.estimator), workload.options, config)
 
 
 def test_a_trained_controller_knows_its_budgets(folder, adaptive):
