@@ -63,7 +63,7 @@ class TransformersFrontEnd:
         crops = loaded.adapter.crop(source, loaded.options, normalization)
         check_length(len(prefix_ids) + len(question_ids), crops, loaded)
         content = repr((prefix_ids, question_ids, crops.shapes, source.sides, tuple(source.pixels.shape)))
-        return Sample(content_hash(content, source.pixels.numpy().tobytes()), crops, question_ids, prefix_ids)
+        return Sample(content_hash(content, source.pixels.numpy().data), crops, question_ids, prefix_ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)
