@@ -10,10 +10,11 @@ import pytest
 from processes import ENVIRONMENT, groupwise
 
 import groupwise as gw
+from groupwise.cli.arguments import read_config
 from groupwise.cli.main import main, translate_aliases
 from groupwise.cli.place import group_label
 from groupwise.core.errors import UserError
-from groupwise.recipes import load_recipe
+from groupwise.recipes import RECIPES, load_recipe
 
 
 def run(capsys, *arguments):
@@ -246,6 +247,25 @@ def test_bad_rollouts_are_refused_and_prints_stay_off_stdout(capsys, tmp_path, k
     else:
         assert code == 2
         assert says in printed["error"]
+
+
+@pytest.mark.parametrize("recipe", sorted(RECIPES))
+def test_weights_are_given_as_pairs_whatever_the_recipe_has(recipe):
+    """Also after other fields; the recipe's own weights stay, and their dotted names work too."""
+    own = dict(load_recipe(recipe).reward.weights)
+    given = ["--loss.kind", "ranking", "--reward.weights", "compute_cost", "0", "extra", "-0.5", "--steps", "3"]
+    config = read_config("train", [recipe, *given], "")
+    assert dict(config.reward.weights) == {**own, "compute_cost": 0.0, "extra": -0.5}
+    assert (config.loss.kind, config.steps) == ("ranking", 3)
+    for name in own:
+        dotted = read_config("train", [recipe, f"--reward.weights.{name.replace('_', '-')}", "7"], "")
+        assert dict(dotted.reward.weights) == {**own, name: 7.0}
+
+
+@pytest.mark.parametrize("pairs", [[], ["compute_cost"], ["compute_cost", "much"]])
+def test_weights_that_are_no_pairs_are_refused(pairs):
+    with pytest.raises(UserError):
+        read_config("train", ["controller", "--reward.weights", *pairs, "--steps", "3"], "")
 
 
 def test_train_check_and_eval_print_json(capsys, tmp_path):

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import tyro
@@ -66,9 +67,46 @@ def read_config(command: str, arguments: Sequence[str], description: str) -> Con
             "--ranks is not a field of a recipe: the launcher decides how many ranks there are. Use `torchrun"
             f" --nproc-per-node N -m groupwise {command} ...`, or `accelerate launch` with --num-processes N."
         )
-    recipe, *fields = arguments
-    prog = f"groupwise {command} {recipe}"
-    return parse(Config, fields, prog=prog, description=description, default=load_recipe(recipe))
+    recipe, *changes = arguments
+    default, changes = split_pairs(load_recipe(recipe), changes)
+    return parse(Config, changes, prog=f"groupwise {command} {recipe}", description=description, default=default)
+
+
+def split_pairs(config: T, arguments: Sequence[str], prefix: str = "--") -> tuple[T, list[str]]:
+    """`--reward.weights NAME VALUE ...` as one argument for each name, where the recipe's mapping has entries.
+
+    Of an empty mapping tyro takes such pairs itself, of one with entries it takes only `--reward.weights.NAME VALUE`,
+    and only for names that are there: a new name gets an entry first.
+    """
+    if not is_dataclass(config) or isinstance(config, type):
+        return config, list(arguments)
+    changed, remaining = dict[str, Any](), list(arguments)
+    for entry in fields(config):
+        flag, value = f"{prefix}{entry.name}", getattr(config, entry.name)
+        if isinstance(value, Mapping) and value:
+            names, remaining = _split_flag(flag, remaining)
+            changed[entry.name] = dict.fromkeys(names, next(iter(value.values()))) | dict(value)
+        elif is_dataclass(value):
+            changed[entry.name], remaining = split_pairs(value, remaining, f"{flag}.")
+    return replace(config, **changed), remaining
+
+
+def _split_flag(flag: str, arguments: list[str]) -> tuple[list[str], list[str]]:
+    """The names that a flag is given, and the arguments with one flag for each of them."""
+    given = [index for index, argument in enumerate(arguments) if argument.replace("-", "_") == flag.replace("-", "_")]
+    if not given:
+        return [], arguments
+    start = given[-1]
+    end = next(
+        (index for index in range(start + 1, len(arguments)) if arguments[index].startswith("--")), len(arguments)
+    )
+    names, values = arguments[start + 1 : end : 2], arguments[start + 2 : end : 2]
+    if not names or len(names) != len(values):
+        raise UserError(
+            f"{flag} is {' '.join(arguments[start + 1 : end])!r}: it must be NAME VALUE, once or more often."
+        )
+    pairs = [part for name, value in zip(names, values, strict=True) for part in (f"{flag}.{name}", value)]
+    return names, [*arguments[:start], *pairs, *arguments[end:]]
 
 
 def _generic_help(command: str, description: str) -> None:

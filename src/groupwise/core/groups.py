@@ -58,7 +58,7 @@ def group_id(condition: int, *content: object) -> int:
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
-def content_hash(*parts: str | bytes, digest_size: int = 16) -> str:
+def content_hash(*parts: str | bytes | memoryview, digest_size: int = 16) -> str:
     """A name for content: a hash in hexadecimal of all parts, one after the other."""
     digest = hashlib.blake2b(digest_size=digest_size)
     for part in parts:

@@ -10,6 +10,8 @@ import numpy as np
 VISION, PREFILL, DECODE = "vision", "prefill", "decode"
 STAGES = (VISION, PREFILL, DECODE)
 """The stages of an answer, in order. n tokens take n - 1 decode steps."""
+QUEUE, IMAGE = "queue", "image"
+"""What a served request spends besides: on waiting for other calls, and on opening and cutting its image."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from tiny.controller import LinearCost, question
 from tiny.llava import OPTIONS
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.conditions import condition_id, make_conditions
+from groupwise.workloads.controller.conditions import check_some_fit, condition_id, make_conditions
 from groupwise.workloads.controller.config import Budget, BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 
@@ -45,6 +45,22 @@ def test_however_much_a_machine_strays_everything_fits_at_1_and_less_looks_diffe
     fitting = result.feasible(torch.arange(len(values))).flatten(1).sum(1)
     assert (fitting.diff() > 0).all()
     assert fitting[-1] == len(list(OPTIONS.configurations()))
+
+
+@pytest.mark.parametrize(("unit", "value"), [("fraction", 0.4), ("ms", 70.0)])
+def test_training_is_refused_where_nothing_fits(unit, value):
+    """74.8 of 177.1 ms is the cheapest: 0.422 of the full one."""
+    smaller = conditions(values=(value / 2, value), unit=unit, on_infeasible="cheapest")
+    rule = "0.422" if unit == "fraction" else "74.8"
+    with pytest.raises(UserError, match=rf"(?s)Nothing fits: .*{value:g}.*74.8 ms .*at least one budget above {rule}"):
+        check_some_fit(smaller)
+    check_some_fit(conditions(values=(value / 2, 2 * value), unit=unit, on_infeasible="cheapest"))
+
+
+def test_proportions_are_no_milliseconds():
+    config = BudgetConfig(values=(40.0,), unit="ms")
+    with pytest.raises(UserError, match=r"unit is 'ms', but the estimator knows proportions"):
+        make_conditions(QUESTIONS, ProportionalEstimator(OPTIONS), OPTIONS, config)
 
 
 def test_a_budget_to_the_first_token_leaves_decoding_out():

@@ -12,7 +12,12 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
 from groupwise.workloads.controller.config import Budget, BudgetConfig, infeasible_budget_error
-from groupwise.workloads.controller.latency.estimates import KnobLatencyModel, LatencyTableCache, LatencyTables
+from groupwise.workloads.controller.latency.estimates import (
+    KnobLatencyModel,
+    LatencyTableCache,
+    LatencyTables,
+    ProportionalEstimator,
+)
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
 
@@ -103,6 +108,11 @@ def make_conditions(
     questions: Sequence[Question], estimator: KnobLatencyModel, options: KnobOptions, config: BudgetConfig
 ) -> Conditions:
     """Estimate every configuration of every question; refuse a budget that no configuration fits, if so configured."""
+    if config.unit == "ms" and isinstance(estimator, ProportionalEstimator):
+        raise UserError(
+            "workload.budget.unit is 'ms', but the estimator knows proportions of work, not milliseconds. Give budgets"
+            " as fractions, or an estimator that was measured: 'auto', or a file of `groupwise profile`."
+        )
     lengths = [tuple(question.prompt_tokens[tier] for tier in options.crops_by_tier) for question in questions]
     index_of = {length: index for index, length in enumerate(dict.fromkeys(lengths))}
     cache = LatencyTableCache(estimator, options, config.scope)
@@ -114,6 +124,22 @@ def make_conditions(
     if conditions.infeasible.any() and config.on_infeasible == "refuse":
         raise conditions.infeasible_budget_error(int(conditions.infeasible.nonzero()[0]))
     return conditions
+
+
+def check_some_fit(conditions: Conditions) -> None:
+    """Refuse to train where no configuration fits any budget: the cheapest one would always be used."""
+    if not conditions.infeasible.all():
+        return
+    row = int(conditions.budget_ms.argmax())
+    (bound_ms,) = conditions.bound_ms(torch.tensor([row]))
+    cheapest_ms, full_ms = float(bound_ms.min()), full_configuration(bound_ms).item()
+    smallest = f"{cheapest_ms / full_ms:.3g}" if conditions.budget_of(row).unit == "fraction" else f"{cheapest_ms:.4g}"
+    raise UserError(
+        f"Nothing fits: the largest of workload.budget.values is {conditions.budget_of(row)}"
+        f" ({float(conditions.budget_ms[row]):.4g} ms), and the cheapest configuration is estimated at"
+        f" {cheapest_ms:.4g} ms (the full one at {full_ms:.4g} ms). Under every budget the cheapest configuration would"
+        f" be used, and there would be nothing to learn. Give at least one budget above {smallest}."
+    )
 
 
 def build_conditions(

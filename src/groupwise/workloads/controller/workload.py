@@ -12,7 +12,7 @@ from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
 from groupwise.rewards.call import call_rewards
 from groupwise.workloads.base import Workload
-from groupwise.workloads.controller.conditions import make_conditions, value_of_choices
+from groupwise.workloads.controller.conditions import check_some_fit, make_conditions, value_of_choices
 from groupwise.workloads.controller.config import ControllerConfig
 from groupwise.workloads.controller.model.executor import AnswerRequest, PrefixStates
 from groupwise.workloads.controller.policy.decide import (
@@ -49,6 +49,7 @@ class ControllerWorkload(Workload):
         self._functions = reward_functions(config.rewards)
         self.compute_cost = cost_table(self.options)
         self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
+        check_some_fit(self.training)
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
         self.num_conditions = len(self.training)
         hidden_states = HiddenStateCache(task.executor)

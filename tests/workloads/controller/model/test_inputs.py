@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from tiny.llava import IMAGE_MEAN, IMAGE_STD, SIDE, save_llava, tokenizer
 from tiny.qwen_vl import patches_of, qwen_processor, save_qwen
 from torch.testing import assert_close
@@ -13,8 +13,17 @@ from transformers import SiglipImageProcessor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
-from groupwise.workloads.controller.model.images import ImageNormalization, best_grid, crop_by_tier, resized_shape
+from groupwise.workloads.controller.model.images import (
+    ImageNormalization,
+    best_grid,
+    crop_by_tier,
+    largest_grid,
+    open_image,
+    resized_shape,
+)
 from groupwise.workloads.controller.model.load import load_model
+
+NEUTRAL = ImageNormalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +45,21 @@ def image_of(width: int, height: int) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-@pytest.mark.parametrize(("width", "height"), [(120, 90), (64, 200), (333, 101)])
+def assert_same_shades(given, expected, std):
+    """To one of 255 shades, and seldom by that much: PIL and torch round their bicubic weights differently."""
+    difference = (given - expected).abs() * 255 * min(std)
+    assert difference.max() < 1.01
+    assert (difference > 1e-2).double().mean() < 0.02
+
+
+@pytest.mark.parametrize(("width", "height"), [(120, 90), (64, 200), (133, 101)])
 def test_qwen_images_are_what_the_real_processor_makes(qwen, width, height):
     seen = qwen.front_end.sample(image_of(width, height), "what is this")
     for tier, pixels in qwen.options.pixels.items():
         real = qwen_processor(pixels)(image_of(width, height), return_tensors="pt")
         patches, grid = patches_of(seen.crops_by_tier[tier][0])
         assert grid.tolist() == real["image_grid_thw"].tolist()
-        assert_close(patches, real["pixel_values"], rtol=0, atol=1e-5)
+        assert_same_shades(patches, real["pixel_values"], qwen.normalization.std)
         assert_close(qwen.adapter._patches(seen.crops_by_tier[tier][0]), patches)
 
 
@@ -58,9 +74,8 @@ def test_llava_crops_are_an_overview_and_a_grid():
     # An image of 3 x 4 cells, each of one shade: at 12 crops each crop is one cell.
     cells = np.arange(12, dtype=np.uint8).reshape(3, 4) * 20
     image = Image.fromarray(np.repeat(np.repeat(cells, 16, axis=0), 16, axis=1)).convert("RGB")
-    normalization = ImageNormalization((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     counts = {"low": 3, "medium": 6, "high": 12}
-    tiers = crop_by_tier(image, counts, side=8, patch=4, normalization=normalization)
+    tiers = crop_by_tier(open_image(image), counts, side=8, patch=4, normalization=NEUTRAL)
     assert [len(crops) for crops in tiers.values()] == [4, 7, 13]
     shades = (torch.arange(12) * 20 / 255 - 0.5) / 0.5
     assert_close(tiers["high"][1:], shades[:, None, None, None].expand(12, 3, 8, 8))
@@ -75,7 +90,56 @@ def test_the_overview_is_what_the_real_processor_makes(llava):
     processor = SiglipImageProcessor(
         size={"height": SIDE, "width": SIDE}, image_mean=IMAGE_MEAN, image_std=IMAGE_STD, resample=3
     )
-    assert_close(seen.crops_by_tier["high"][:1], processor(image_of(50, 40), return_tensors="pt")["pixel_values"])
+    real = processor(image_of(50, 40), return_tensors="pt")["pixel_values"]
+    assert_same_shades(seen.crops_by_tier["high"][:1], real, IMAGE_STD)
+
+
+def test_only_the_tier_that_is_read_is_cut_and_lengths_are_known_before(llava, qwen):
+    for loaded in (llava, qwen):
+        crops = loaded.front_end.sample(image_of(133, 101), "what is this").crops_by_tier
+        lengths = {tier: loaded.adapter.image_tokens(shape) for tier, shape in crops.shapes.items()}
+        assert crops.cut_ms == 0
+        high = crops["high"]
+        spent = crops.cut_ms
+        assert spent > 0
+        assert tuple(high.shape) == crops.shapes["high"]
+        assert lengths["high"] == loaded.adapter.image_tokens(high.shape)
+        assert torch.equal(high, loaded.front_end.sample(image_of(133, 101), "what").crops_by_tier["high"])
+        assert crops["high"] is high
+        assert crops.cut_ms < 2 * spent + 1
+
+
+def test_cells_of_unequal_size_are_cut_like_each_alone():
+    # 70 columns in 3 cells: 23, 24 and 23 wide
+    image = image_of(70, 31)
+    crops = crop_by_tier(open_image(image), {"low": 3}, side=8, patch=4, normalization=NEUTRAL)["low"]
+    bounds = [(0, 23), (23, 47), (47, 70)]
+    for crop, (left, right) in zip(crops[1:], bounds, strict=True):
+        alone = image.crop((left, 0, right, 31)).resize((8, 8), Image.Resampling.BICUBIC)
+        shades = torch.from_numpy(np.array(alone)).permute(2, 0, 1)
+        assert_same_shades(crop, (shades / 255 - 0.5) / 0.5, NEUTRAL.std)
+
+
+@pytest.mark.parametrize("file", ["large.jpg", "large.png", "turned.jpg"])
+def test_a_much_larger_image_is_shrunk_when_it_is_opened(file, tmp_path):
+    """To at least twice what the finest tier shows; what it shows hardly changes, and its grid and sides not at all."""
+    smooth = image_of(30, 20).resize((1200, 900), Image.Resampling.BICUBIC)
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6  # shown by a quarter of a turn to the right
+    smooth.save(tmp_path / file, quality=95, **({"exif": turned} if file == "turned.jpg" else {}))
+    whole = open_image(tmp_path / file)
+    shrunk = open_image(tmp_path / file, lambda sides: largest_grid(sides, [3, 12], side=24))
+    assert whole.sides == shrunk.sides == ((1200, 900) if file == "turned.jpg" else (900, 1200))
+    assert tuple(whole.pixels.shape[:2]) == whole.sides
+    rows, columns, _ = shrunk.pixels.shape
+    needed = largest_grid(whole.sides, [3, 12], side=24)
+    assert 2 * needed[0] <= rows < 5 * needed[0]
+    assert 2 * needed[1] <= columns < 5 * needed[1]
+    exact, near = (
+        crop_by_tier(image, {"low": 3, "high": 12}, side=24, patch=4, normalization=NEUTRAL)["high"]
+        for image in (whole, shrunk)
+    )
+    assert ((exact - near).abs() * 255 / 2).mean() < 2.5
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen"])
@@ -87,7 +151,7 @@ def test_a_question_about_an_image_is_answered(family, tmp_path, request):
     assert asked.name == loaded.front_end.sample(image_of(70, 50), "what is this").name
     assert asked.name != loaded.front_end.sample(image_of(70, 50), "where is this").name
     _, work = Executor(loaded.adapter, loaded.options).answer([AnswerRequest(asked, loaded.options.full)])
-    tokens = 5 + loaded.adapter.image_tokens(asked.crops_by_tier["high"])
+    tokens = 5 + loaded.adapter.image_tokens(asked.crops_by_tier["high"].shape)
     experts = loaded.options.total_blocks - len(loaded.options.dense_blocks)
     assert work.expert_pairs == 4 * ((experts - 1) * tokens + 1)  # in the last block only the last token
 

@@ -4,7 +4,7 @@ models are refused."""
 import json
 import shutil
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from groupwise.latency.meter import find_model_parts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
-from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, ProportionalEstimator
 from groupwise.workloads.controller.model.executor import AnswerRequest
 from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
@@ -74,9 +74,30 @@ def folder(tmp_path_factory):
     return made
 
 
+@dataclass(frozen=True)
+class Milliseconds:
+    """The proportional numbers, from an estimator that stands by them."""
+
+    proportional: ProportionalEstimator
+
+    def estimate(self, prompt_tokens, knobs):
+        return self.proportional.estimate(prompt_tokens, knobs)
+
+
+def stopped() -> float:
+    """A clock on which nothing takes any time: neither images nor the pace change what is estimated."""
+    return 0.0
+
+
 @pytest.fixture(scope="module")
-def adaptive(folder):
+def trained(folder):
     return gw.AdaptiveModel.load(folder / "run")
+
+
+@pytest.fixture(scope="module")
+def adaptive(trained):
+    settings = replace(trained.settings, estimator=Milliseconds(trained.settings.estimator))
+    return gw.AdaptiveModel(trained.loaded, settings, trained.policy, clock=stopped)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +106,11 @@ def lively(adaptive):
     policy = ControllerNetwork(adaptive.settings.width, adaptive.settings.options, seed=15)
     for name, weight in policy.state_dict().items():
         weight.mul_(6 if name.startswith("stage") else 1)
-    return gw.AdaptiveModel(adaptive.loaded, adaptive.settings, policy)
+    return gw.AdaptiveModel(adaptive.loaded, adaptive.settings, policy, clock=stopped)
+
+
+def already_cut(question):
+    return replace(question, sample=replace(question.sample, crops_by_tier=dict(question.sample.crops_by_tier)))
 
 
 def image(folder, number=100):
@@ -97,18 +122,20 @@ def test_the_choice_is_the_policys_and_the_answer_the_models(folder, lively, enf
     """As the workload decides, which reads every latency token of every tier."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
-    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, enforcement, (0.0, 1.0)), lively.policy)
-    question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    settings = with_budgets(lively.settings, enforcement, (0.0, 1.0))
+    own = gw.AdaptiveModel(lively.loaded, settings, lively.policy, clock=stopped)
+    question = already_cut(make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9"))
     chosen = []
     for budget_ms in BUDGETS_MS:
-        reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
+        (reply,) = own.reply([question], [budget_ms])
         decided = workload.controller.decide(
             asked_alone(workload, question, budget_ms, enforcement), ROW, greedy_option
         )
         assert [reply.knobs] == choices_to_knobs(workload.options, decided.choices)
         assert reply.within_budget == (reply.estimated.upper_ms <= budget_ms) or enforcement == "soft"
         assert reply.within_budget or enforcement == "soft"
-        assert reply.estimated == workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
+        fitted = workload.task.estimator.estimate(question.prompt_tokens, [reply.knobs])[0]
+        assert reply.estimated == replace(fitted, stages_ms={"queue": 0, "image": 0, **fitted.stages_ms})
         (cold,), _ = workload.task.executor.answer([AnswerRequest(question.sample, reply.knobs)], max_new_tokens=3)
         assert reply.answer == workload.task.decode(cold.tokens)
         assert reply.measured.decode_steps == 2
@@ -122,11 +149,12 @@ def test_a_budget_beyond_the_trained_ones_becomes_the_nearest(folder, lively, en
     """A smaller soft budget stays as it is: nothing but the network would keep it."""
     workload = recipe(folder).workload.build(CPU)
     workload.policy.load_state_dict(lively.policy.state_dict())
-    own = gw.AdaptiveModel(lively.loaded, with_budgets(lively.settings, enforcement, (0.3, 0.5)), lively.policy)
-    question = make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9")
+    settings = with_budgets(lively.settings, enforcement, (0.3, 0.5))
+    own = gw.AdaptiveModel(lively.loaded, settings, lively.policy, clock=stopped)
+    question = already_cut(make_question(image(folder), "what is this", lively.loaded, prompt="{question} word9"))
     differs = 0
     for budget_ms in BUDGETS_MS:
-        reply = own.generate(image(folder), "what is this", budget_ms=budget_ms)
+        (reply,) = own.reply([question], [budget_ms])
         alone = asked_alone(workload, question, budget_ms, enforcement)
         nearest = replace(alone, relative_budget=alone.relative_budget.clamp(*clamped))
         decided = workload.controller.decide(nearest, ROW, greedy_option)
@@ -141,7 +169,7 @@ def with_budgets(settings, enforcement, shares):
 
 def asked_alone(workload, question, budget_ms, enforcement):
     config = BudgetConfig(values=(budget_ms,), unit="ms", enforcement=enforcement)
-    return make_conditions([question], workload.task.estimator, workload.options, config)
+    return make_conditions([question], Milliseconds(workload.task.estimator), workload.options, config)
 
 
 def test_a_trained_controller_knows_its_budgets(folder, adaptive):
@@ -185,21 +213,24 @@ def test_a_batch_equals_each_request_alone(folder, lively):
     ]
     alone = [lively.generate(*each) for each in mix]
     together = lively.generate_batch(mix)
-    assert [(each.knobs, each.answer, each.estimated) for each in together] == [
-        (each.knobs, each.answer, each.estimated) for each in alone
-    ]
+    assert [(each.knobs, each.answer) for each in together] == [(each.knobs, each.answer) for each in alone]
+    for each in together:
+        assert each.estimated.total_ms == pytest.approx(sum(single.estimated.total_ms for single in alone))
+        assert each.within_budget == (each.estimated.upper_ms <= each.budget_ms)
     assert len({each.knobs.insertion_position for each in together}) > 1
     assert {each.batch_size for each in together} == {18}
     assert lively.generate_batch([]) == []
 
 
-def test_saved_and_loaded_it_is_the_same(folder, adaptive, tmp_path):
-    adaptive.save_pretrained(tmp_path / "saved")
+def test_saved_and_loaded_it_is_the_same(folder, trained, tmp_path):
+    trained.save_pretrained(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == ["config.json", "model.safetensors"]
     again = gw.AdaptiveModel.from_pretrained(tmp_path / "saved")
+    assert again.settings == trained.settings
+    one, two = (gw.AdaptiveModel(m.loaded, m.settings, m.policy, clock=stopped) for m in (trained, again))
     for budget_ms in BUDGETS_MS:
-        one, two = (each.generate(image(folder), "what is this", budget_ms) for each in (adaptive, again))
-        assert (one.knobs, one.answer, one.estimated) == (two.knobs, two.answer, two.estimated)
+        first, second = (each.generate(image(folder), "what is this", budget_ms) for each in (one, two))
+        assert (first.knobs, first.answer, first.estimated) == (second.knobs, second.answer, second.estimated)
     again.save_pretrained(tmp_path / "again")
     for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "saved" / name).read_bytes()
@@ -213,17 +244,16 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
         own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
         own.save_pretrained(tmp_path / name)
     here = gw.AdaptiveModel.from_pretrained(tmp_path / "here", model=load_model(folder / "model"))
-    reply = here.generate(image(folder), "what", 60)
     lengths = make_question(image(folder), "what", loaded, prompt="{question} word9").prompt_tokens
-    assert [reply.estimated] == KnobLatencyEstimator(fitted, loaded.options, new_tokens=3).estimate(
-        lengths, [reply.knobs]
-    )
+    (expected,) = KnobLatencyEstimator(fitted, loaded.options, new_tokens=3).estimate(lengths, [loaded.options.full])
+    full = here.estimate(image(folder), "what")
+    assert full.total_ms == pytest.approx(expected.total_ms + full.stages_ms["image"])
     with pytest.raises(UserError, match=r"estimator.json was fitted for cpu another, not"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere")
     gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", allow_estimator_mismatch=True)
 
 
-def test_recalibration_measures_the_current_speed(folder, adaptive):
+def test_recalibration_measures_the_current_speed(folder, trained, adaptive):
     """Its estimator comes from a machine that is hundreds of times slower."""
     loaded, fitted = adaptive.loaded, fixed_estimator(adaptive.loaded.model)
     slow = replace(
@@ -242,11 +272,11 @@ def test_recalibration_measures_the_current_speed(folder, adaptive):
     with pytest.raises(UserError, match="answers is 5: it must be at least 40"):
         own.recalibrate(5)
     with pytest.raises(UserError, match="come from ProportionalEstimator, which was not measured"):
-        adaptive.recalibrate()
+        trained.recalibrate()
 
 
-def test_a_controller_of_another_model_is_refused(folder, adaptive, tmp_path):
-    adaptive.save_pretrained(tmp_path / "saved")
+def test_a_controller_of_another_model_is_refused(folder, trained, tmp_path):
+    trained.save_pretrained(tmp_path / "saved")
     other = color_llava()
     with torch.no_grad():
         other.lm_head.weight[3, 5] += 1e-3
@@ -267,14 +297,14 @@ def test_a_controller_of_another_model_is_refused(folder, adaptive, tmp_path):
         weights.write_bytes(before)
 
 
-def test_what_is_no_controller_is_refused(folder, adaptive, tmp_path):
+def test_what_is_no_controller_is_refused(folder, trained, tmp_path):
     with pytest.raises(UserError, match=r"nowhere holds no checkpoint"):
         gw.AdaptiveModel.load(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds no config.json, so no controller"):
         gw.AdaptiveModel.from_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"is not of a controller"):
         gw.AdaptiveModel.from_pretrained(folder / "model")
-    adaptive.save_pretrained(tmp_path / "cut")
+    trained.save_pretrained(tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
@@ -301,9 +331,9 @@ def test_what_is_no_controller_is_refused(folder, adaptive, tmp_path):
 )
 def test_an_infeasible_budget_is_refused_or_served_as_a_best_effort(folder, adaptive, budget_ms, message):
     with pytest.raises(UserError, match=message):
-        adaptive.generate_batch([(image(folder), "what", 9), (image(folder), "what", budget_ms)])
+        adaptive.generate_batch([(image(folder), "what", 30), (image(folder), "what", budget_ms)])
     good, poor = adaptive.generate_batch(
-        [(image(folder), "what", 9), (image(folder), "what", budget_ms)], best_effort=True
+        [(image(folder), "what", 30), (image(folder), "what", budget_ms)], best_effort=True
     )
     assert (good.within_budget, poor.within_budget, poor.budget_ms) == (True, False, budget_ms)
     assert poor.knobs == adaptive.settings.options.cheapest

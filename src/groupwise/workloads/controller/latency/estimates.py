@@ -65,7 +65,7 @@ class LatencyTableCache:
 
     def _compute(self, prompt_tokens: Mapping[str, int]) -> LatencyTables:
         estimates = self._estimator.estimate(prompt_tokens, self._configurations)
-        columns = zip(*(_within_scope(estimated, self._scope) for estimated in estimates), strict=True)
+        columns = zip(*(within_scope(estimated, self._scope) for estimated in estimates), strict=True)
         tables = [torch.tensor(column, dtype=torch.float64).view(self._options.shape) for column in columns]
         for table in tables:
             if not (table.isfinite() & (table > 0)).all():
@@ -76,7 +76,7 @@ class LatencyTableCache:
         return LatencyTables(*tables)
 
 
-def _within_scope(estimated: EstimatedLatency, scope: BudgetScope) -> tuple[float, float]:
+def within_scope(estimated: EstimatedLatency, scope: BudgetScope) -> tuple[float, float]:
     """Median and upper quantile of the whole answer, or of the time to its first token: without the median of decoding.
 
     The latter bounds the upper quantile to the first token from above, since decoding adds its median and a spread.

@@ -1,21 +1,33 @@
-"""Images for the vision towers: opened, cropped or resized for every tier, and normalized."""
+"""Images for the vision towers: opened with as many pixels as are needed, and cut for a tier when it is read."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import torch
-from jaxtyping import Float
-from PIL import Image, ImageOps
+from jaxtyping import Float, UInt8
+from PIL import ExifTags, Image, ImageOps
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from groupwise.core.errors import UserError
 
 _MAX_ASPECT_RATIO = 200
+_FIRST_SIDEWAYS_ORIENTATION = 5
+_SPARE = 2
+"""How many times the sides of the finest tier are kept when an image is shrunk."""
+CropShape = tuple[int, int, int, int]
+"""Crops, channels, height and width of a tier."""
+Sides = tuple[int, int]
+"""Height and width."""
 
 
 @dataclass(frozen=True)
@@ -26,21 +38,79 @@ class ImageNormalization:
     std: tuple[float, float, float]
 
 
-def open_image(image: Path | str | Image.Image) -> Image.Image:
-    """An RGB image, rotated as its EXIF data says."""
-    if not isinstance(image, Image.Image):
-        image = read_image(Path(image))
-    return ImageOps.exif_transpose(image).convert("RGB")
+@dataclass(frozen=True)
+class SourceImage:
+    """An opened image."""
+
+    pixels: UInt8[Tensor, "rows columns 3"]
+    """All of them, or fewer where the finest tier shows fewer."""
+    sides: Sides
+    """Of the whole image."""
+
+
+class LazyCrops(Mapping[str, Tensor]):
+    """The crops of every tier. A tier is cut when it is read; its shape is known before."""
+
+    def __init__(self, shapes: Mapping[str, CropShape], cut: Callable[[str], Tensor], source_pixels: int = 0):
+        self.shapes, self._cut, self._source_pixels = shapes, cut, source_pixels
+        self.cut_ms = 0.0
+        """Time spent on cutting so far."""
+
+    def __getitem__(self, tier: str) -> Tensor:
+        started = time.perf_counter()
+        crops = self._cut(tier)
+        self.cut_ms += 1000 * (time.perf_counter() - started)
+        return crops
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def work(self, tier: str) -> float:
+        """What cutting a tier is proportional to: millions of pixels that are read and written."""
+        crops, _, height, width = self.shapes[tier]
+        return (self._source_pixels + crops * height * width) / 1e6
+
+
+def crop_shapes(crops_by_tier: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
+    """The shape of every tier, without cutting any."""
+    if isinstance(crops_by_tier, LazyCrops):
+        return crops_by_tier.shapes
+    return {tier: tuple(pixels.shape) for tier, pixels in crops_by_tier.items()}
+
+
+def open_image(image: Path | str | Image.Image, finest: Callable[[Sides], Sides] | None = None) -> SourceImage:
+    """An RGB image, rotated as its EXIF data says; a missing or damaged file is refused.
+
+    `finest` tells how high and wide an image of given sides is in the finest tier. A much larger image is shrunk at
+    once, by the largest whole factor that leaves twice these sides: then resampling the rest hides what was averaged.
+    JPEG files are shrunk while they are decoded.
+    """
+    if isinstance(image, Image.Image):
+        return _as_source(image, _upright_sides(image), finest)
+    with _opened_file(Path(image)) as opened:
+        sides = _upright_sides(opened)
+        if finest is not None:
+            opened.draft(None, _enough(opened, finest(sides)))
+        return _as_source(opened, sides, finest)
 
 
 def read_image(path: Path) -> Image.Image:
     """An image as its file has it; a missing or damaged file is refused."""
+    with _opened_file(path) as opened:
+        opened.load()
+        return opened
+
+
+@contextmanager
+def _opened_file(path: Path) -> Iterator[Image.Image]:
     if not path.is_file():
         raise UserError(f"There is no image file {path}. Check the path.")
     try:
         with Image.open(path) as opened:
-            opened.load()
-            return opened
+            yield opened
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(
             f"{path} cannot be read as an image ({error}). The file is damaged or of an unknown format: open it in a"
@@ -48,36 +118,79 @@ def read_image(path: Path) -> Image.Image:
         ) from error
 
 
-def crop_by_tier(
-    image: Image.Image, counts: Mapping[str, int], *, side: int, patch: int, normalization: ImageNormalization
-) -> dict[str, Float[Tensor, "crops 3 side side"]]:
-    """For every tier the overview and its number of crops, all of them `side` pixels wide and high.
+def _as_source(image: Image.Image, sides: Sides, finest: Callable[[Sides], Sides] | None) -> SourceImage:
+    image = image if image.mode == "RGB" else image.convert("RGB")
+    if finest is not None:
+        width, height = _enough(image, finest(sides))
+        factor = min(image.width // width, image.height // height)
+        image = image.reduce(factor) if factor > 1 else image
+    if _orientation(image) != 1:
+        image = ImageOps.exif_transpose(image)
+    return SourceImage(torch.from_numpy(np.array(image)), sides)
 
-    The crops are a grid over the whole image, the one whose cells are nearest to squares: 12 are 3 rows of 4 on a 4:3
-    image, 6 x 2 on a tall one. Every crop must have at least one patch of pixels.
+
+def _orientation(image: Image.Image) -> int:
+    return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
+def _upright_sides(image: Image.Image) -> Sides:
+    return image.size if _orientation(image) >= _FIRST_SIDEWAYS_ORIENTATION else image.size[::-1]
+
+
+def _enough(image: Image.Image, finest: Sides) -> tuple[int, int]:
+    """The width and height, before it is rotated, that an image needs for these upright sides in the finest tier."""
+    height, width = finest[::-1] if _orientation(image) >= _FIRST_SIDEWAYS_ORIENTATION else finest
+    return _SPARE * width, _SPARE * height
+
+
+def grid_shapes(sides: Sides, counts: Mapping[str, int], *, side: int, patch: int) -> dict[str, CropShape]:
+    """The overview and the crops of every tier, all `side` pixels high and wide.
+
+    Every crop must have at least one patch of pixels.
     """
-    overview = _normalize(image.resize((side, side), Image.Resampling.BICUBIC), normalization)[None]
-    tiers = {}
+    height, width = sides
     for tier, count in counts.items():
-        rows, columns = best_grid(count, image.height, image.width)
-        if image.height < rows * patch or image.width < columns * patch:
+        rows, columns = best_grid(count, height, width)
+        if height < rows * patch or width < columns * patch:
             raise UserError(
-                f"An image of {image.width} x {image.height} pixels is too small for {count} crops at tier {tier!r}:"
+                f"An image of {width} x {height} pixels is too small for {count} crops at tier {tier!r}:"
                 f" {columns} x {rows} crops of at least {patch} x {patch} need {columns * patch} x {rows * patch}. Take"
                 " a larger image."
             )
-        cells = [cell.resize((side, side), Image.Resampling.BICUBIC) for cell in _grid_cells(image, rows, columns)]
-        tiers[tier] = torch.cat([overview, torch.stack([_normalize(cell, normalization) for cell in cells])])
-    return tiers
+    return {tier: (1 + count, 3, side, side) for tier, count in counts.items()}
 
 
-def _grid_cells(image: Image.Image, rows: int, columns: int) -> list[Image.Image]:
+def largest_grid(sides: Sides, counts: Iterable[int], *, side: int) -> Sides:
+    """Height and width of all crops together at the tier that has most of them in each direction."""
+    grids = [best_grid(count, *sides) for count in counts]
+    return side * max(rows for rows, _ in grids), side * max(columns for _, columns in grids)
+
+
+def crop_by_tier(
+    image: SourceImage, counts: Mapping[str, int], *, side: int, patch: int, normalization: ImageNormalization
+) -> LazyCrops:
+    """For every tier the overview and its number of crops.
+
+    The crops are a grid over the whole image, the one whose cells are nearest to squares: 12 are 3 rows of 4 on a 4:3
+    image, 6 x 2 on a tall one.
+    """
+    shapes = grid_shapes(image.sides, counts, side=side, patch=patch)
+    overview = cache(lambda: _resize([image.pixels], (side, side)))
+
+    @cache
+    def cut(tier: str) -> Tensor:
+        cells = _grid_cells(image.pixels, *best_grid(counts[tier], *image.sides))
+        return _normalize(torch.cat([overview(), _resize(cells, (side, side))]), normalization)
+
+    return LazyCrops(shapes, cut, image.pixels.numel() // 3)
+
+
+def _grid_cells(pixels: UInt8[Tensor, "height width 3"], rows: int, columns: int) -> list[Tensor]:
     """Row by row; every pixel is in exactly one cell."""
-    across = [round(image.width * x / columns) for x in range(columns + 1)]
-    down = [round(image.height * y / rows) for y in range(rows + 1)]
-    return [
-        image.crop((left, top, right, bottom)) for top, bottom in pairwise(down) for left, right in pairwise(across)
-    ]
+    height, width, _ = pixels.shape
+    across = [round(width * x / columns) for x in range(columns + 1)]
+    down = [round(height * y / rows) for y in range(rows + 1)]
+    return [pixels[top:bottom, left:right] for top, bottom in pairwise(down) for left, right in pairwise(across)]
 
 
 def best_grid(count: int, height: int, width: int) -> tuple[int, int]:
@@ -86,25 +199,31 @@ def best_grid(count: int, height: int, width: int) -> tuple[int, int]:
     return min(grids, key=lambda grid: abs(math.log((width / grid[1]) / (height / grid[0]))))
 
 
-def resize_by_tier(
-    image: Image.Image, pixels: Mapping[str, int], *, multiple: int, normalization: ImageNormalization
-) -> dict[str, Float[Tensor, "1 3 height width"]]:
-    """The image at every tier's number of pixels or just below. Its sides are multiples of a token's side."""
-    longest, shortest = max(image.size), min(image.size)
+def resized_shapes(sides: Sides, pixels: Mapping[str, int], *, multiple: int) -> dict[str, CropShape]:
+    """One image per tier, of its number of pixels or just below. Its sides are multiples of a token's side."""
+    longest, shortest = max(sides), min(sides)
     if shortest < multiple or longest > _MAX_ASPECT_RATIO * shortest:
         raise UserError(
-            f"An image of {image.width} x {image.height} pixels is too small: each side needs at least {multiple}, and"
+            f"An image of {sides[1]} x {sides[0]} pixels is too small: each side needs at least {multiple}, and"
             f" the longer one at most {_MAX_ASPECT_RATIO} times the shorter. Take a larger image."
         )
-    tiers = {}
-    for tier, max_pixels in pixels.items():
-        height, width = resized_shape(max_pixels, image.height, image.width, multiple)
-        resized = image.resize((width, height), Image.Resampling.BICUBIC)
-        tiers[tier] = _normalize(resized, normalization)[None]
-    return tiers
+    return {tier: (1, 3, *resized_shape(most, *sides, multiple)) for tier, most in pixels.items()}
 
 
-def resized_shape(pixels: int, height: int, width: int, multiple: int) -> tuple[int, int]:
+def resize_by_tier(
+    image: SourceImage, pixels: Mapping[str, int], *, multiple: int, normalization: ImageNormalization
+) -> LazyCrops:
+    """The image at every tier's number of pixels or just below."""
+    shapes = resized_shapes(image.sides, pixels, multiple=multiple)
+
+    @cache
+    def cut(tier: str) -> Tensor:
+        return _normalize(_resize([image.pixels], shapes[tier][2:]), normalization)
+
+    return LazyCrops(shapes, cut, image.pixels.numel() // 3)
+
+
+def resized_shape(pixels: int, height: int, width: int, multiple: int) -> Sides:
     """Height and width of at most this many pixels, in the same ratio, as multiples; at least one multiple each."""
     shrink = math.sqrt(height * width / pixels)
     return (
@@ -113,8 +232,18 @@ def resized_shape(pixels: int, height: int, width: int, multiple: int) -> tuple[
     )
 
 
-def _normalize(image: Image.Image, normalization: ImageNormalization) -> Float[Tensor, "3 height width"]:
-    raw = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
-    values = raw.view(image.height, image.width, 3).permute(2, 0, 1) / 255
+def _resize(cells: Sequence[UInt8[Tensor, "rows columns 3"]], sides: Sides) -> UInt8[Tensor, "cells 3 height width"]:
+    """Bicubic with antialiasing, as PIL does it. Cells of equal size, mostly all of them, go in one call."""
+    resized = torch.empty(len(cells), 3, *sides, dtype=torch.uint8)
+    for size in {cell.shape for cell in cells}:
+        rows = [row for row, cell in enumerate(cells) if cell.shape == size]
+        same = torch.stack([cells[row] for row in rows]).permute(0, 3, 1, 2)
+        resized[rows] = interpolate(same, sides, mode="bicubic", antialias=True)
+    return resized
+
+
+def _normalize(
+    values: UInt8[Tensor, "crops 3 height width"], normalization: ImageNormalization
+) -> Float[Tensor, "crops 3 height width"]:
     mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (normalization.mean, normalization.std))
-    return (values - mean) / std
+    return (values / 255 - mean) / std

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import isqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
-from groupwise.workloads.controller.model.images import ImageNormalization, open_image
+from groupwise.workloads.controller.model.images import ImageNormalization, SourceImage, crop_shapes, open_image
 
 if TYPE_CHECKING:
     from groupwise.workloads.controller.model.load import LoadedModel
@@ -58,12 +59,11 @@ class TransformersFrontEnd:
             )
         normalization = check_processors(loaded)
         prefix_ids, question_ids = prompt_token_ids(text, loaded)
-        crops = loaded.adapter.crop(open_image(image), loaded.options, normalization)
+        source = open_for(loaded, image)
+        crops = loaded.adapter.crop(source, loaded.options, normalization)
         check_length(len(prefix_ids) + len(question_ids), crops, loaded)
-        content: list[str | bytes] = [repr((prefix_ids, question_ids))]
-        for tier, pixels in crops.items():
-            content += [f"{tier}{tuple(pixels.shape)}", pixels.contiguous().numpy().tobytes()]
-        return Sample(content_hash(*content), crops, question_ids, prefix_ids)
+        content = repr((prefix_ids, question_ids, crops.shapes, source.sides, tuple(source.pixels.shape)))
+        return Sample(content_hash(content, source.pixels.numpy().data), crops, question_ids, prefix_ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._loaded.tokenizer.decode(list(tokens), skip_special_tokens=True)
@@ -77,7 +77,7 @@ class TransformersFrontEnd:
         channels = getattr(model.config.vision_config, "num_channels", 3)
         crops = {
             tier: pixels[:, :channels].to(model.device, model.dtype)
-            for tier, pixels in loaded.adapter.crop(self._noise_image(), loaded.options, neutral).items()
+            for tier, pixels in loaded.adapter.crop(open_image(self._noise_image()), loaded.options, neutral).items()
         }
         questions = [torch.randint(vocabulary, (length,), generator=generator) for length in question_tokens]
         return [Sample(f"noise {index}", crops, tuple(ids.tolist())) for index, ids in enumerate(questions)]
@@ -88,6 +88,11 @@ class TransformersFrontEnd:
         side = max([getattr(vision, "image_size", 0) * 4, *(isqrt(count) for count in pixels.values())])
         noise = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
         return Image.fromarray(noise.numpy())
+
+
+def open_for(loaded: LoadedModel, image: Path | str | Image.Image) -> SourceImage:
+    """An image with no more pixels than the finest tier of a model can use."""
+    return open_image(image, partial(loaded.adapter.finest_sides, options=loaded.options))
 
 
 def check_processors(loaded: LoadedModel) -> ImageNormalization:
@@ -141,7 +146,8 @@ def _image_token_error(image_token: str, count: int, *, has_template: bool) -> s
 def check_length(text_tokens: int, crops: Mapping[str, Tensor], loaded: LoadedModel) -> None:
     """Refuse a prompt that is longer than the model's context at some tier."""
     longest = loaded.adapter.text_config.max_position_embeddings
-    image_tokens, tier = max((loaded.adapter.image_tokens(pixels), tier) for tier, pixels in crops.items())
+    tokens = {tier: loaded.adapter.image_tokens(shape) for tier, shape in crop_shapes(crops).items()}
+    image_tokens, tier = max((count, tier) for tier, count in tokens.items())
     if text_tokens + image_tokens > longest:
         raise UserError(
             f"The question with its template has {text_tokens} tokens, and at tier {tier!r} the image has"
@@ -151,8 +157,9 @@ def check_length(text_tokens: int, crops: Mapping[str, Tensor], loaded: LoadedMo
 
 
 def prompt_length(adapter: ModelAdapter, sample: Sample, tier: str) -> int:
-    """Tokens of the prompt at one tier, image tokens included."""
-    return len(sample.prefix_ids) + adapter.image_tokens(sample.crops_by_tier[tier]) + len(sample.question_ids)
+    """Tokens of the prompt at one tier, image tokens included. No tier is cut for it."""
+    image_tokens = adapter.image_tokens(crop_shapes(sample.crops_by_tier)[tier])
+    return len(sample.prefix_ids) + image_tokens + len(sample.question_ids)
 
 
 def stop_token_id(loaded: LoadedModel) -> int | None:

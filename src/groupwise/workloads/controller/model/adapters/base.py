@@ -8,12 +8,11 @@ from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int64
-from PIL.Image import Image
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from groupwise.workloads.controller.config import OVERVIEW_SIDE
-from groupwise.workloads.controller.model.images import ImageNormalization
+from groupwise.workloads.controller.model.images import CropShape, ImageNormalization, LazyCrops, Sides, SourceImage
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 _LATEST_INSERTION_POSITION = 5
@@ -28,8 +27,8 @@ class Sample:
     name: str
     """Identifies the sample: a hash of its content."""
     crops_by_tier: Mapping[str, Float[Tensor, "crops channels height width"]]
-    """The input of the vision tower at every tier. LLaVA: crops of one size, first the overview, which is the same in
-    all tiers. Qwen: one image of the tier's height and width."""
+    """The input of the vision tower at every tier; LazyCrops are cut when they are read. LLaVA: crops of one size,
+    first the overview, which is the same in all tiers. Qwen: one image of the tier's height and width."""
     question_ids: tuple[int, ...]
     """Token ids after the image."""
     prefix_ids: tuple[int, ...] = ()
@@ -109,12 +108,20 @@ class ModelAdapter(Protocol):
         """The family's default tiers, as fields of KnobOptions."""
         ...
 
-    def crop(self, image: Image, options: KnobOptions, normalization: ImageNormalization) -> dict[str, Tensor]:
+    def crop(self, image: SourceImage, options: KnobOptions, normalization: ImageNormalization) -> LazyCrops:
         """An image as `Sample.crops_by_tier`; refused if it has too few pixels."""
         ...
 
-    def image_tokens(self, crops: Float[Tensor, "crops channels height width"]) -> int:
-        """How many tokens the crops of one tier become."""
+    def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
+        """The shapes of every tier for an image of these sides; refused if it has too few pixels."""
+        ...
+
+    def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
+        """The pixels, height and width, that the finest tier shows of an image of these sides."""
+        ...
+
+    def image_tokens(self, shape: Sequence[int]) -> int:
+        """How many tokens the crops of one tier become, by their shape."""
         ...
 
 

@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
-from groupwise.workloads.controller.model.images import ImageNormalization, crop_by_tier
+from groupwise.workloads.controller.model.images import (
+    CropShape,
+    ImageNormalization,
+    LazyCrops,
+    Sides,
+    SourceImage,
+    crop_by_tier,
+    grid_shapes,
+    largest_grid,
+)
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 
@@ -48,15 +56,23 @@ class LlavaAdapter(TextModelMixin):
     def tiers(self) -> dict[str, Mapping[str, int]]:
         return {"crops_by_tier": {"low": 3, "medium": 6, "high": 12}}
 
-    def crop(self, image: Image, options: KnobOptions, normalization: ImageNormalization) -> dict[str, Tensor]:
-        vision = self.model.config.vision_config
-        return crop_by_tier(
-            image, options.crops_by_tier, side=vision.image_size, patch=vision.patch_size, normalization=normalization
-        )
+    def crop(self, image: SourceImage, options: KnobOptions, normalization: ImageNormalization) -> LazyCrops:
+        return crop_by_tier(image, options.crops_by_tier, normalization=normalization, **self._crop_sides)
 
-    def image_tokens(self, crops: Tensor) -> int:
+    def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
+        return grid_shapes(sides, options.crops_by_tier, **self._crop_sides)
+
+    def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
+        return largest_grid(sides, options.crops_by_tier.values(), side=self._crop_sides["side"])
+
+    @property
+    def _crop_sides(self) -> dict[str, int]:
+        vision = self.model.config.vision_config
+        return {"side": vision.image_size, "patch": vision.patch_size}
+
+    def image_tokens(self, shape: Sequence[int]) -> int:
         vision, tower = self.model.config.vision_config, self.model.model.vision_tower
         patches = (vision.image_size // vision.patch_size) ** 2
         has_class_token = any(name.endswith("class_embedding") for name, _ in tower.named_parameters())
         drops_first_token = self.model.config.vision_feature_select_strategy == "default"
-        return len(crops) * (patches + has_class_token - drops_first_token)
+        return shape[0] * (patches + has_class_token - drops_first_token)

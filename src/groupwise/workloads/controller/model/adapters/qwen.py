@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int64
-from PIL.Image import Image
 from torch import Tensor
 
 from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
-from groupwise.workloads.controller.model.images import ImageNormalization, resize_by_tier
+from groupwise.workloads.controller.model.images import (
+    CropShape,
+    ImageNormalization,
+    LazyCrops,
+    Sides,
+    SourceImage,
+    resize_by_tier,
+    resized_shape,
+    resized_shapes,
+)
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 _MAX_IMAGE_TOKENS = 1024
@@ -81,8 +89,14 @@ class QwenAdapter(TextModelMixin):
         pixels = {tier: count * self._pixels_per_token_side**2 for tier, count in tokens.items()}
         return {"crops_by_tier": dict.fromkeys(tokens, 0), "pixels": pixels}
 
-    def crop(self, image: Image, options: KnobOptions, normalization: ImageNormalization) -> dict[str, Tensor]:
+    def crop(self, image: SourceImage, options: KnobOptions, normalization: ImageNormalization) -> LazyCrops:
         return resize_by_tier(image, options.pixels, multiple=self._pixels_per_token_side, normalization=normalization)
 
-    def image_tokens(self, crops: Tensor) -> int:
-        return crops.shape[2] * crops.shape[3] // self._pixels_per_token_side**2
+    def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
+        return resized_shapes(sides, options.pixels, multiple=self._pixels_per_token_side)
+
+    def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
+        return resized_shape(max(options.pixels.values()), *sides, self._pixels_per_token_side)
+
+    def image_tokens(self, shape: Sequence[int]) -> int:
+        return shape[2] * shape[3] // self._pixels_per_token_side**2

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import Sample, adapter_for
-from groupwise.workloads.controller.model.images import read_image
+from groupwise.workloads.controller.model.images import LazyCrops, read_image
 from groupwise.workloads.controller.model.inputs import ImageInput, check_length
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.model.load import LoadedModel
@@ -38,7 +38,10 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
     PATCH_PIXELS,
     HandwritingSplit,
     Tier,
+    check_size,
+    crops_with_overview,
     cut,
+    shrink_whole,
 )
 
 NAME = "mosaic"
@@ -153,16 +156,13 @@ def mosaic_options(folder: Path = ASSET) -> KnobOptions:
 
 
 def mosaic_sample(pixels: Float[Tensor, "height width"], question_ids: Sequence[int]) -> Sample:
-    """One question about one mosaic, named by its content."""
+    """One question about one mosaic, named by its content. A tier is cut when it is read."""
+    check_size(pixels[None])
     content = pixels.contiguous().numpy().tobytes() + bytes(question_ids)
-    crops = {tier.value: cut(pixels[None], tier)[0] for tier in Tier}
     name = hashlib.blake2b(content, digest_size=16).hexdigest()
-    return Sample(name, crops, tuple(question_ids), overview=mosaic_overview(crops))
-
-
-def mosaic_overview(crops_by_tier: Mapping[str, Float[Tensor, "crops 3 side side"]]) -> Float[Tensor, " pixels"]:
-    """Brightness alone of the overview: the other planes say where a pixel is."""
-    return crops_by_tier[Tier.LOW][0, 0].flatten()
+    shapes = {tier.value: (crops_with_overview(tier), CHANNELS, CROP_PIXELS, CROP_PIXELS) for tier in Tier}
+    crops = LazyCrops(shapes, lambda tier: cut(pixels[None], Tier(tier))[0], pixels.numel())
+    return Sample(name, crops, tuple(question_ids), overview=shrink_whole(pixels[None])[0])
 
 
 class MosaicFrontEnd:

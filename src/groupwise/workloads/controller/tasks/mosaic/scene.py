@@ -233,15 +233,9 @@ def cut(pixels: Float[Tensor, "mosaics height width"], tier: Tier) -> Float[Tens
 
     Fewer crops cover more tiles each, so they are coarser: a tile is 12, 6 or 3 pixels wide.
     """
+    check_size(pixels)
     count, height, width = pixels.shape
-    if height % ROWS or width % COLUMNS or height < ROWS * CROP_PIXELS or width < COLUMNS * CROP_PIXELS:
-        raise UserError(
-            f"A mosaic of {height} x {width} pixels cannot be cut into {ROWS} x {COLUMNS} tiles: height and width"
-            f" must be multiples of {ROWS} and {COLUMNS}, at least {ROWS * CROP_PIXELS} x {COLUMNS * CROP_PIXELS}."
-        )
-    planes = torch.stack(
-        [(pixels - _BRIGHTNESS_MEAN) / _BRIGHTNESS_STD, *_position_planes(count, height, width)], dim=1
-    )
+    planes = torch.stack([_normalize(pixels), *_position_planes(count, height, width)], dim=1)
     parts_across = CROPS[tier] // ROWS
     parts = planes.view(count, CHANNELS, ROWS, height // ROWS, parts_across, width // parts_across)
     parts = parts.permute(0, 2, 4, 1, 3, 5).reshape(-1, CHANNELS, height // ROWS, width // parts_across)
@@ -249,7 +243,26 @@ def cut(pixels: Float[Tensor, "mosaics height width"], tier: Tier) -> Float[Tens
     return torch.cat([overview, _shrink(parts).view(count, CROPS[tier], *overview.shape[2:])], dim=1)
 
 
-def _shrink(planes: Float[Tensor, "n 3 height width"]) -> Float[Tensor, "n 3 side side"]:
+def shrink_whole(pixels: Float[Tensor, "mosaics height width"]) -> Float[Tensor, "mosaics pixels"]:
+    """The brightness of the overview: the controller's first look at a mosaic."""
+    return _shrink(_normalize(pixels)[:, None]).flatten(1)
+
+
+def check_size(pixels: Float[Tensor, "mosaics height width"]) -> None:
+    """Refuse mosaics that cannot be cut."""
+    _, height, width = pixels.shape
+    if height % ROWS or width % COLUMNS or height < ROWS * CROP_PIXELS or width < COLUMNS * CROP_PIXELS:
+        raise UserError(
+            f"A mosaic of {height} x {width} pixels cannot be cut into {ROWS} x {COLUMNS} tiles: height and width"
+            f" must be multiples of {ROWS} and {COLUMNS}, at least {ROWS * CROP_PIXELS} x {COLUMNS * CROP_PIXELS}."
+        )
+
+
+def _normalize(pixels: Float[Tensor, "mosaics height width"]) -> Float[Tensor, "mosaics height width"]:
+    return (pixels - _BRIGHTNESS_MEAN) / _BRIGHTNESS_STD
+
+
+def _shrink(planes: Float[Tensor, "n channels height width"]) -> Float[Tensor, "n channels side side"]:
     return functional.interpolate(planes, size=(CROP_PIXELS, CROP_PIXELS), mode="area")
 
 

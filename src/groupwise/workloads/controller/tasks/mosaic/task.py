@@ -19,7 +19,7 @@ from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import ModelSource, Question, Split, Task
 from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table, load_other_answers
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
-from groupwise.workloads.controller.tasks.mosaic.model import load, mosaic_overview
+from groupwise.workloads.controller.tasks.mosaic.model import load
 from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TYPES, decode, draw_questions
 from groupwise.workloads.controller.tasks.mosaic.scene import (
     PLAIN_JITTER,
@@ -30,6 +30,7 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
     draw_mosaics,
     image_tokens,
     load_handwriting,
+    shrink_whole,
 )
 
 
@@ -53,7 +54,7 @@ def _about_one(split: Split, index: int, handwriting: Handwriting, seed: int) ->
     labels, framed = (np.repeat(of_mosaic, len(QUESTION_TYPES), axis=0) for of_mosaic in (mosaic.labels, mosaic.framed))
     drawn = draw_questions(labels, framed, types, rng)
     crops = {tier.value: cut(mosaic.pixels, tier)[0] for tier in Tier}
-    overview, questions = mosaic_overview(crops), []
+    (overview,), questions = shrink_whole(mosaic.pixels), []
     for question_type, padded, length, answer in zip(
         QUESTION_TYPES, drawn.tokens, drawn.lengths, drawn.answers, strict=True
     ):

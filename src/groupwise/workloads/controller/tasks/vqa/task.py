@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from groupwise.core.errors import UserError
@@ -20,10 +19,11 @@ from groupwise.workloads.controller.latency.source import PROPORTIONAL, load_est
 from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
-from groupwise.workloads.controller.model.images import open_image
+from groupwise.workloads.controller.model.images import LazyCrops, Sides
 from groupwise.workloads.controller.model.inputs import (
     check_length,
     check_processors,
+    open_for,
     prompt_token_ids,
     stop_token_id,
 )
@@ -51,14 +51,14 @@ class ImageStore:
     def __init__(self, loaded: LoadedModel):
         self.loaded, self._normalization = loaded, check_processors(loaded)
         self.crops_of = lru_cache(CACHED_IMAGES)(self._crop)
-        self._hash_and_size = lru_cache(None)(self._read_hash_and_size)
-        self._crop_shapes = lru_cache(None)(self._crop_blank)
+        self._hash_and_sides = lru_cache(None)(self._read_hash_and_sides)
+        self._crop_shapes = lru_cache(None)(partial(loaded.adapter.crop_shapes, options=loaded.options))
 
     def error(self, file: Path) -> str:
         """Why an image cannot be used; empty if it can."""
         try:
-            _, size = self._hash_and_size(file)
-            self._crop_shapes(size)
+            _, sides = self._hash_and_sides(file)
+            self._crop_shapes(sides)
         except UserError as error:
             return str(error)
         return ""
@@ -67,45 +67,25 @@ class ImageStore:
         self, file: Path, text: str, answers: tuple[str, ...], *, prompt: str, question_type: str = ""
     ) -> Question:
         """The sample's name is a hash of the image's content, how it is cropped, and the prompt."""
-        content, size = self._hash_and_size(file)
+        content, sides = self._hash_and_sides(file)
         before, after = prompt_token_ids(prompt.replace("{question}", text), self.loaded)
-        shapes, text_tokens = self._crop_shapes(size), len(before) + len(after)
-        check_length(text_tokens, shapes, self.loaded)
+        shapes, text_tokens = self._crop_shapes(sides), len(before) + len(after)
+        crops = LazyCrops(shapes, lambda tier: self.crops_of(file)[tier])
+        check_length(text_tokens, crops, self.loaded)
         options = self.loaded.options
         cropping = (dict(options.crops_by_tier), dict(options.pixels), self._normalization)
         name = content_hash(repr((content, cropping, before, after)))
-        tokens = {tier: text_tokens + self.loaded.adapter.image_tokens(blank) for tier, blank in shapes.items()}
-        sample = Sample(name, _LazyCrops(self, file), after, before)
+        tokens = {tier: text_tokens + self.loaded.adapter.image_tokens(shape) for tier, shape in shapes.items()}
+        sample = Sample(name, crops, after, before)
         return Question(sample, text, answers, tokens, image=file.name, question_type=question_type)
 
     def _crop(self, file: Path) -> Mapping[str, Tensor]:
-        return self.loaded.adapter.crop(open_image(file), self.loaded.options, self._normalization)
+        return self.loaded.adapter.crop(open_for(self.loaded, file), self.loaded.options, self._normalization)
 
-    def _read_hash_and_size(self, file: Path) -> tuple[str, tuple[int, int]]:
+    def _read_hash_and_sides(self, file: Path) -> tuple[str, Sides]:
         """A damaged file is refused."""
-        size = open_image(file).size
-        return content_hash(file.read_bytes()), size
-
-    def _crop_blank(self, size: tuple[int, int]) -> Mapping[str, Tensor]:
-        """Images of one size have crops of the same shapes: meta tensors, which take no memory."""
-        crops = self.loaded.adapter.crop(Image.new("RGB", size), self.loaded.options, self._normalization)
-        return {tier: pixels.to("meta") for tier, pixels in crops.items()}
-
-
-class _LazyCrops(Mapping[str, Tensor]):
-    """The crops of every tier, made from a file when one is read."""
-
-    def __init__(self, images: ImageStore, file: Path):
-        self._images, self._file = images, file
-
-    def __getitem__(self, tier: str) -> Tensor:
-        return self._images.crops_of(self._file)[tier]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._images.loaded.options.crops_by_tier)
-
-    def __len__(self) -> int:
-        return len(self._images.loaded.options.crops_by_tier)
+        sides = open_for(self.loaded, file).sides
+        return content_hash(file.read_bytes()), sides
 
 
 @dataclass(frozen=True)

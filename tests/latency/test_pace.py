@@ -1,0 +1,81 @@
+"""The pace follows the machine both ways, and the promised share of answers stays below its bound."""
+
+from functools import reduce
+from math import exp, log
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.latency.pace import BOUND_RATE, BatchPaces, Pace
+
+MEDIAN_MS, UPPER_MS = 100.0, 112.0
+
+
+def follow(pace, measured_ms):
+    return pace.after(measured_ms, median_ms=MEDIAN_MS, upper_ms=UPPER_MS, quantile=0.95)
+
+
+def test_one_answer_by_hand():
+    # 121 ms: late by 112. The slowdown goes a fifth of the way, 1.21^0.2; the bound also rises by 0.04 x 0.95 in logs.
+    late = follow(Pace(), 121.0)
+    assert late.slowdown == pytest.approx(1.21**0.2)
+    assert late.upper_ratio == pytest.approx(1.21**0.2 * exp(0.038))
+    assert late.answers == 1
+    # 100 ms: on time and as estimated, so only the bound falls, by 0.04 x 0.05.
+    assert follow(Pace(), 100.0) == Pace(1.0, exp(-0.002), 1)
+    # 1000 ms: a stall counts as an answer that is slower by e^0.5.
+    assert follow(Pace(), 1000.0).slowdown == pytest.approx(exp(0.1))
+
+
+def in_time(ratios, pace=None):
+    """Whether each answer was within the bound it was promised; a static promise without a pace."""
+    kept = []
+    for ratio in ratios:
+        current = pace or Pace()
+        kept.append(ratio * MEDIAN_MS <= current.upper_ratio * UPPER_MS)
+        pace = follow(current, ratio * MEDIAN_MS) if pace else None
+    return np.array(kept)
+
+
+@pytest.mark.parametrize("noise", ["normal", "heavy", "correlated", "stalls"])
+def test_the_promised_share_holds_while_the_speed_changes(noise):
+    """1.5 times slower in the second third, as fast as before in the last: a static promise breaks."""
+    rng = np.random.default_rng(1)
+    errors = {
+        "normal": 0.06 * rng.standard_normal(900),
+        "heavy": 0.04 * rng.standard_t(3, 900),
+        "correlated": np.array(reduce(lambda e, new: [*e, 0.8 * e[-1] + new], 0.04 * rng.standard_normal(899), [0.0])),
+        "stalls": 0.05 * rng.standard_normal(900) + 0.7 * (rng.random(900) < 0.03),
+    }[noise]
+    ratios = np.exp(errors) * np.repeat([1.0, 1.5, 1.0], 300)
+    assert abs(in_time(ratios, Pace()).mean() - 0.95) < 0.02
+    assert in_time(ratios).mean() < 0.7
+
+
+def test_a_faster_machine_is_used():
+    pace = reduce(follow, [60.0] * 40, Pace())
+    assert pace.slowdown == pytest.approx(0.6, rel=1e-3)
+    assert pace.upper_ratio < 0.6
+
+
+@given(st.lists(st.floats(0.2, 5.0), min_size=50, max_size=200))
+def test_the_share_of_late_answers_is_bounded_whatever_happens(ratios):
+    """What the bound was moved by late answers, less by those in time, is what it moved besides the slowdown."""
+    pace, late = Pace(), 0
+    for ratio in ratios:
+        late += ratio * MEDIAN_MS > pace.upper_ratio * UPPER_MS
+        pace = follow(pace, ratio * MEDIAN_MS)
+    moved = log(pace.upper_ratio / pace.slowdown) / BOUND_RATE
+    assert late / len(ratios) == pytest.approx(0.05 + moved / len(ratios))
+
+
+def test_a_batch_starts_without_sharing_and_learns_its_own_pace():
+    paces = BatchPaces()
+    paces.set(1, Pace(1.3, 1.4, 9))
+    assert paces.of(1) == Pace(1.3, 1.4, 9)
+    assert paces.of(40) == Pace(1.3, 1.4, 0)
+    paces.set(40, Pace(0.5, 0.6, 1))
+    assert paces.of(33) == paces.of(63) == Pace(0.5, 0.6, 1)
+    assert paces.of(64) == paces.of(31) == Pace(1.3, 1.4, 0)
