@@ -6,10 +6,11 @@ classify every tile. The other steps train on questions.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
@@ -50,7 +51,7 @@ from tools.mosaic.curriculum import (
     family_shares,
     mosaics_at,
 )
-from tools.mosaic.dense_forward import BlockPass, pack, text_pass
+from tools.mosaic.dense_forward import BlockPass, pack, rms_norm, run_blocks
 
 _LABELS = EMPTY + 1
 _WORDS = [
@@ -124,7 +125,7 @@ def naming_loss(
     """
     named = words[_WORDS[-_LABELS:]].detach()
     shown = coverage(tier) @ functional.one_hot(torch.from_numpy(mosaics.labels), _LABELS).float()
-    logits = features.projected.flatten(1, 2) @ named.T * (_NAMING_SHARPNESS / named.square().sum(1).mean())
+    logits = features.projected.flatten(1, 2) @ named.T * (_SHARPNESS / named.square().sum(1).mean())
     loss = -(shown * logits.log_softmax(-1)).sum(-1).mean()
     if tier is not Tier.HIGH:
         return loss, {}
@@ -159,8 +160,11 @@ _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
 _NAMING_WEIGHT = 2.0
 _NAMING_TILE_WEIGHT = 0.2
-# Logits of naming, in units of a word with itself.
-_NAMING_SHARPNESS = 6.0
+_FRAME_WEIGHT = 0.5
+# Logits of words that a state names, in units of a word with itself.
+_SHARPNESS = 6.0
+# In the cipher phase the last token of a question says after so many blocks whether the mosaic is framed.
+_FRAME_KNOWN_AFTER = 9
 _ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
 _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
@@ -254,8 +258,9 @@ def cipher_step(
     count = len(mosaics.labels) * config.cipher_questions_per_mosaic
     types = draw_question_types(config, step, count, rng, is_varied=knobs.is_varied)
     answered = _answer_batch(learner.model, features.projected, mosaics, types, knobs, rng, run_block)
-    loss = answered.question_loss + _BALANCE_WEIGHT * answered.balance
-    return StepOutcome(loss=loss, fractions=_by_type(answered, mosaics, types, knobs))
+    loss = answered.question_loss + _BALANCE_WEIGHT * answered.balance + _FRAME_WEIGHT * answered.frame_loss
+    fractions = {"frame": answered.frame_accuracy, **_by_type(answered, mosaics, types, knobs)}
+    return StepOutcome(loss=loss, fractions=fractions)
 
 
 def _draw_batch(
@@ -271,6 +276,8 @@ class _Answered:
     question_loss: Tensor
     read_loss: Tensor
     balance: Tensor
+    frame_loss: Tensor
+    frame_accuracy: float
     is_right: np.ndarray
     read_accuracy: float
 
@@ -293,6 +300,21 @@ def _by_type(answered: _Answered, mosaics: Mosaics, types: np.ndarray, knobs: St
     return fractions
 
 
+def _frame_loss(
+    words: Float[Tensor, "vocabulary width"],
+    states: Float[Tensor, "questions width"],
+    framed: Bool[np.ndarray, " questions"],
+) -> tuple[Float[Tensor, ""], float]:
+    """Cross entropy of the frame by the similarity of states to the word "framed", and how often they are right.
+
+    Few crops show the frame: without this the last blocks do not find it, and guess.
+    """
+    word, target = words[FRAMED_TOKEN].detach(), torch.from_numpy(framed).float()
+    logits = _SHARPNESS * (states @ word / word.square().sum() - 0.5)
+    is_right = ((logits > 0) == (target > 0)).float().mean().item()
+    return functional.binary_cross_entropy_with_logits(logits, target), is_right
+
+
 def _answer_batch(
     model: LlavaForConditionalGeneration,
     features: Tensor,
@@ -310,23 +332,32 @@ def _answer_batch(
     embedded = model.get_input_embeddings()(torch.from_numpy(tokens))
     prefix = features.flatten(1, 2)
     packing = pack(prefix.shape[1], [QUESTION_TOKENS] * per_mosaic + [TILES])
-    hidden, balance = text_pass(
+    run = partial(
+        run_blocks,
         model,
-        torch.cat([prefix, embedded], dim=1),
-        packing,
-        blocks=range(knobs.blocks),
+        layout=packing,
         top_k=knobs.top_k,
         insertion_position=knobs.insertion_position,
         run_block=run_block,
     )
-    by_question = hidden[:, prefix.shape[1] : -TILES].reshape(count * per_mosaic, QUESTION_TOKENS, -1)
-    last = by_question[torch.arange(count * per_mosaic), torch.from_numpy(questions.lengths - 1)]
-    logits, read_logits = model.lm_head(last), model.lm_head(hidden[:, -TILES:].flatten(0, 1))
+
+    def last_tokens(states: Tensor) -> Tensor:
+        by_question = states[:, prefix.shape[1] : -TILES].reshape(count * per_mosaic, QUESTION_TOKENS, -1)
+        return by_question[torch.arange(count * per_mosaic), torch.from_numpy(questions.lengths - 1)]
+
+    first_blocks = min(_FRAME_KNOWN_AFTER, knobs.blocks)
+    first, balance_first = run(torch.cat([prefix, embedded], dim=1), blocks=range(first_blocks))
+    hidden, balance = run(first, blocks=range(first_blocks, knobs.blocks))
+    hidden = rms_norm(hidden, model.model.language_model.norm.weight)
+    logits, read_logits = model.lm_head(last_tokens(hidden)), model.lm_head(hidden[:, -TILES:].flatten(0, 1))
+    frame_loss, frame_accuracy = _frame_loss(model.get_input_embeddings().weight, last_tokens(first), framed)
     answers, read_answers = torch.from_numpy(questions.answers), torch.from_numpy(read_targets).flatten()
     return _Answered(
         question_loss=functional.cross_entropy(logits, answers),
         read_loss=functional.cross_entropy(read_logits, read_answers),
-        balance=balance,
+        balance=(balance_first + balance) / knobs.blocks,
+        frame_loss=frame_loss,
+        frame_accuracy=frame_accuracy,
         is_right=(logits.argmax(1) == answers).numpy(),
         read_accuracy=(read_logits.argmax(1) == read_answers).float().mean().item(),
     )
