@@ -160,7 +160,7 @@ _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
 _NAMING_WEIGHT = 2.0
 _NAMING_TILE_WEIGHT = 0.2
-_FRAME_WEIGHT = 0.5
+_FRAME_WEIGHT = 3.0
 # Logits of words that a state names, in units of a word with itself.
 _SHARPNESS = 6.0
 # In the cipher phase the last token of a question says after so many blocks whether the mosaic is framed.
