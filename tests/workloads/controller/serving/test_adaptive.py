@@ -103,9 +103,9 @@ def adaptive(trained):
 @pytest.fixture(scope="module")
 def lively(adaptive):
     """Choices that differ with every input: random weights, those of the stages six times as large."""
-    policy = ControllerNetwork(adaptive.settings.width, adaptive.settings.options, seed=12)
+    policy = ControllerNetwork(adaptive.settings.width, adaptive.settings.options, seed=1)
     for name, weight in policy.state_dict().items():
-        weight.mul_(6 if name.startswith("stage") else 1)
+        weight.mul_(6 if name.startswith("stage") else 4)
     return gw.AdaptiveModel(adaptive.loaded, adaptive.settings, policy, clock=stopped)
 
 
