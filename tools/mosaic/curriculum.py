@@ -2,8 +2,8 @@
 
     alignment   the vision tower learns to read its crops, and image tokens where they are
     naming      each image token learns to name the digit of its tile
-    reading     the first 12 blocks learn to answer; a frame changes no answer yet
-    cipher      the last 9 blocks learn codes and cipher, all else is frozen; some steps have no frames, and leave out
+    reading     the first 8 blocks learn to answer, and to say whether there is a frame, which changes no answer yet
+    cipher      the last 8 blocks learn codes and cipher, all else is frozen; some steps have no frames, and leave out
                 up to 4 of the last blocks
 
 So a framed mosaic and a code need all blocks, and other questions can do without the last 4.
@@ -89,16 +89,16 @@ class PretrainConfig:
 
     size: MosaicSize = field(default_factory=MosaicSize)
     seed: int = 0
-    alignment_steps: int = 900
-    naming_steps: int = 600
+    alignment_steps: int = 700
+    naming_steps: int = 500
     alignment_mosaics: int = 48
     """Also of naming."""
-    reading_steps: int = 1500
+    reading_steps: int = 1400
     reading_horizon: int = 1000
     """The stages of reading are fractions of this many steps."""
-    cipher_steps: int = 800
-    cipher_blocks: int = 9
-    """The last so many blocks learn the cipher. Reading hardly uses those of them that it has: it needs few blocks."""
+    cipher_steps: int = 900
+    cipher_blocks: int = 8
+    """The last so many blocks learn the cipher, those before them to read. Reading needs no more."""
     learning_rate: float = 2e-3
     cool_down: float = 0.4
     """Last fraction of the reading and cipher phases, in which the learning rate falls linearly."""
@@ -121,6 +121,10 @@ class PretrainConfig:
     @property
     def reading_blocks(self) -> int:
         """The first so many blocks read."""
+        return self.size.blocks - self.cipher_blocks
+
+    @property
+    def fewest_blocks(self) -> int:
         return self.size.blocks - (BLOCKS - FEWEST_BLOCKS)
 
     def random(self, step: int) -> np.random.Generator:
@@ -181,7 +185,7 @@ def draw_knobs(config: PretrainConfig, step: int, rng: np.random.Generator) -> S
         return StepKnobs(tier, blocks, config.size.top_k)
     return StepKnobs(
         tier,
-        int(rng.integers(config.reading_blocks, blocks + 1)),
+        int(rng.integers(min(blocks, config.fewest_blocks), blocks + 1)),
         top_k=int(rng.integers(SMALLEST_TOP_K, config.size.top_k + 1)),
         insertion_position=int(rng.integers(1, FIRST_DROPPABLE_BLOCK + 1)),
         is_varied=True,

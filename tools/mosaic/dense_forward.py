@@ -133,36 +133,14 @@ def text_pass(
     insertion_position: int = 1,
     run_block: BlockPass = block_pass,
 ) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, ""]]:
-    """The last hidden states after these blocks, and the mean loss of routing."""
-    hidden, balance = run_blocks(
-        model,
-        embeddings,
-        layout,
-        blocks=blocks,
-        top_k=top_k,
-        insertion_position=insertion_position,
-        run_block=run_block,
-    )
-    return rms_norm(hidden, model.model.language_model.norm.weight), balance / len(blocks)
-
-
-def run_blocks(
-    model: LlavaForConditionalGeneration,
-    hidden: Float[Tensor, "rows tokens width"],
-    layout: SharedPrefixLayout,
-    *,
-    blocks: Sequence[int],
-    top_k: int,
-    insertion_position: int = 1,
-    run_block: BlockPass = block_pass,
-) -> tuple[Float[Tensor, "rows tokens width"], Float[Tensor, ""]]:
-    """The hidden states after these blocks, and the sum of their losses of routing.
+    """The last hidden states after these blocks, and the mean loss of routing.
 
     Blocks before `insertion_position` run with the model's own top-k, the others with `top_k`.
     """
     text = model.model.language_model
-    cos, sin = text.rotary_emb(hidden, layout.positions[None])
-    balance, config = hidden.new_zeros(()), text.config
+    cos, sin = text.rotary_emb(embeddings, layout.positions[None])
+    hidden, balance = embeddings, embeddings.new_zeros(())
+    config = text.config
     full_rank, last_rank = torch.tensor([config.num_experts_per_tok - 1]), torch.tensor([top_k - 1])
     for block in blocks:
         hidden, block_balance = run_block(
@@ -175,5 +153,5 @@ def run_blocks(
             config.num_experts_per_tok,
             config.num_attention_heads,
         )
-        balance = balance + block_balance
-    return hidden, balance
+        balance = balance + block_balance / len(blocks)
+    return rms_norm(hidden, text.norm.weight), balance

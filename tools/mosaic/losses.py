@@ -6,7 +6,6 @@ classify every tile. The other steps train on questions.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -51,7 +50,7 @@ from tools.mosaic.curriculum import (
     family_shares,
     mosaics_at,
 )
-from tools.mosaic.dense_forward import BlockPass, pack, rms_norm, run_blocks
+from tools.mosaic.dense_forward import BlockPass, pack, text_pass
 
 _LABELS = EMPTY + 1
 _WORDS = [
@@ -160,11 +159,9 @@ _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
 _NAMING_WEIGHT = 2.0
 _NAMING_TILE_WEIGHT = 0.2
-_FRAME_WEIGHT = 3.0
+_FRAME_WEIGHT = 0.3
 # Logits of words that a state names, in units of a word with itself.
 _SHARPNESS = 6.0
-# In the cipher phase the last token of a question says after so many blocks whether the mosaic is framed.
-_FRAME_KNOWN_AFTER = 9
 _ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
 _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
@@ -241,8 +238,15 @@ def reading_step(
         alignment_loss(words, features, mosaics, knobs.tier),
         naming_loss(words, features, mosaics, knobs.tier),
     )
-    loss = loss + _TILE_WEIGHT * tiles + (1 - config.reading_progress(step)) * (aligned + _NAMING_WEIGHT * named)
-    fractions |= {"read": answered.read_accuracy, "misaligned": aligned.item(), **right}
+    framed = np.repeat(mosaics.framed, config.questions_per_mosaic)
+    frame, frame_accuracy = _frame_loss(words, answered.last, framed)
+    loss = (
+        loss
+        + _TILE_WEIGHT * tiles
+        + _FRAME_WEIGHT * frame
+        + (1 - config.reading_progress(step)) * (aligned + _NAMING_WEIGHT * named)
+    )
+    fractions |= {"read": answered.read_accuracy, "misaligned": aligned.item(), "frame": frame_accuracy, **right}
     return StepOutcome(loss=loss, fractions=fractions | _by_type(answered, mosaics, types, knobs))
 
 
@@ -258,9 +262,8 @@ def cipher_step(
     count = len(mosaics.labels) * config.cipher_questions_per_mosaic
     types = draw_question_types(config, step, count, rng, is_varied=knobs.is_varied)
     answered = _answer_batch(learner.model, features.projected, mosaics, types, knobs, rng, run_block)
-    loss = answered.question_loss + _BALANCE_WEIGHT * answered.balance + _FRAME_WEIGHT * answered.frame_loss
-    fractions = {"frame": answered.frame_accuracy, **_by_type(answered, mosaics, types, knobs)}
-    return StepOutcome(loss=loss, fractions=fractions)
+    loss = answered.question_loss + _BALANCE_WEIGHT * answered.balance
+    return StepOutcome(loss=loss, fractions=_by_type(answered, mosaics, types, knobs))
 
 
 def _draw_batch(
@@ -276,8 +279,8 @@ class _Answered:
     question_loss: Tensor
     read_loss: Tensor
     balance: Tensor
-    frame_loss: Tensor
-    frame_accuracy: float
+    last: Float[Tensor, "questions width"]
+    """The normed states that the answers come from."""
     is_right: np.ndarray
     read_accuracy: float
 
@@ -307,7 +310,7 @@ def _frame_loss(
 ) -> tuple[Float[Tensor, ""], float]:
     """Cross entropy of the frame by the similarity of states to the word "framed", and how often they are right.
 
-    Few crops show the frame: without this the last blocks do not find it, and guess.
+    Nothing else in reading asks for the frame, and the last blocks would have to look for it first.
     """
     word, target = words[FRAMED_TOKEN].detach(), torch.from_numpy(framed).float()
     logits = _SHARPNESS * (states @ word / word.square().sum() - 0.5)
@@ -332,10 +335,11 @@ def _answer_batch(
     embedded = model.get_input_embeddings()(torch.from_numpy(tokens))
     prefix = features.flatten(1, 2)
     packing = pack(prefix.shape[1], [QUESTION_TOKENS] * per_mosaic + [TILES])
-    run = partial(
-        run_blocks,
+    hidden, balance = text_pass(
         model,
-        layout=packing,
+        torch.cat([prefix, embedded], dim=1),
+        packing,
+        blocks=range(knobs.blocks),
         top_k=knobs.top_k,
         insertion_position=knobs.insertion_position,
         run_block=run_block,
@@ -345,19 +349,14 @@ def _answer_batch(
         by_question = states[:, prefix.shape[1] : -TILES].reshape(count * per_mosaic, QUESTION_TOKENS, -1)
         return by_question[torch.arange(count * per_mosaic), torch.from_numpy(questions.lengths - 1)]
 
-    first_blocks = min(_FRAME_KNOWN_AFTER, knobs.blocks)
-    first, balance_first = run(torch.cat([prefix, embedded], dim=1), blocks=range(first_blocks))
-    hidden, balance = run(first, blocks=range(first_blocks, knobs.blocks))
-    hidden = rms_norm(hidden, model.model.language_model.norm.weight)
-    logits, read_logits = model.lm_head(last_tokens(hidden)), model.lm_head(hidden[:, -TILES:].flatten(0, 1))
-    frame_loss, frame_accuracy = _frame_loss(model.get_input_embeddings().weight, last_tokens(first), framed)
+    last = last_tokens(hidden)
+    logits, read_logits = model.lm_head(last), model.lm_head(hidden[:, -TILES:].flatten(0, 1))
     answers, read_answers = torch.from_numpy(questions.answers), torch.from_numpy(read_targets).flatten()
     return _Answered(
         question_loss=functional.cross_entropy(logits, answers),
         read_loss=functional.cross_entropy(read_logits, read_answers),
-        balance=(balance_first + balance) / knobs.blocks,
-        frame_loss=frame_loss,
-        frame_accuracy=frame_accuracy,
+        balance=balance,
+        last=last,
         is_right=(logits.argmax(1) == answers).numpy(),
         read_accuracy=(read_logits.argmax(1) == read_answers).float().mean().item(),
     )

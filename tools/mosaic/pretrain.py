@@ -99,7 +99,7 @@ def pretrain(
             case Phase.READING:
                 outcome = reading_step(learner, handwriting, config, step, run_block)
             case Phase.CIPHER:
-                learner.freeze_before(config.size.blocks - config.cipher_blocks)
+                learner.freeze_before(config.reading_blocks)
                 outcome = cipher_step(learner, handwriting, config, step, run_block)
         _update(learner, optimizer, outcome, config, step)
         progress.record(step, outcome)

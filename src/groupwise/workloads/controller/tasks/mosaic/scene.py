@@ -3,8 +3,8 @@ noise. Its crops: an overview and 3, 6 or 12 parts of it, all of the same size i
 
 A mosaic is of one family, which the overview shows. Its print says which crops its digits can be read in: bold print is
 white on black; hatched print is drawn on gray paper in strokes that alternate between light and dark, column by column
-where it is fine and every two columns where it is coarse, so that shrinking averages the ink away. And it may have a
-frame, which says that its answers are in cipher (see questions.py).
+where it is fine and every two columns where it is coarse, so that shrinking averages the ink away. And its tiles may be
+framed, which says that its answers are in cipher (see questions.py).
 """
 
 from collections.abc import Mapping
@@ -160,7 +160,7 @@ def draw_mosaics(
     contrast = rng.uniform(0.75, 1.1, (count, TILES)) * (labels != EMPTY)
     ink = lay_out(tiles.view(count, TILES, TILE_PIXELS, TILE_PIXELS) * _as_tensor(contrast)[..., None, None])
     printed = torch.stack([_print(ink, style) for style in PRINTS])[torch.from_numpy(prints), torch.arange(count)]
-    pixels = torch.where(torch.from_numpy(framed)[:, None, None] & _border(ink), torch.ones(()), printed)
+    pixels = torch.where(torch.from_numpy(framed)[:, None, None] & _lines(ink), torch.ones(()), printed)
     return Mosaics(pixels + _NOISE * _as_tensor(rng.standard_normal(pixels.shape)), labels, prints, framed)
 
 
@@ -173,10 +173,11 @@ def _print(ink: Float[Tensor, "mosaics height width"], style: Print) -> Float[Te
     return _PAPER[style] + _INK[style] * paired * stroke
 
 
-def _border(pixels: Float[Tensor, "mosaics height width"]) -> Bool[Tensor, "height width"]:
-    border = torch.ones(pixels.shape[1:], dtype=torch.bool)
-    border[1:-1, 1:-1] = False
-    return border
+def _lines(pixels: Float[Tensor, "mosaics height width"]) -> Bool[Tensor, "height width"]:
+    """A line above and one to the left of every tile."""
+    _, height, width = pixels.shape
+    down, across = (torch.arange(length) % TILE_PIXELS == 0 for length in (height, width))
+    return down[:, None] | across
 
 
 def lay_out(tiles: Float[Tensor, "mosaics tiles side side"]) -> Float[Tensor, "mosaics height width"]:
