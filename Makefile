@@ -24,7 +24,7 @@ demo: setup
 	$(BIN)/groupwise eval runs/demo
 
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not slow'
 
 check: setup
 	$(BIN)/ruff format --check .

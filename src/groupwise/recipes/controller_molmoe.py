@@ -19,7 +19,6 @@ def recipe() -> Config:
         VqaConfig(
             rewards=RewardFunctionsConfig(functions=("vqa",)),
             answers=Path("runs/controller-molmoe-answers.db"),
-            # imitation needs the answers to every training question under every configuration
             eval=ControllerEvalConfig(imitation_steps=0),
         ),
         steps=500,

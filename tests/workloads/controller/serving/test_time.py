@@ -167,6 +167,7 @@ def busy_process():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a process on a core of its own")
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_the_promise_holds_while_another_process_comes_and_goes(loaded):
     """On the same answers a bound at the pace of the beginning is wrong: it breaks while the machine is slower."""
     rng = random.Random(0)

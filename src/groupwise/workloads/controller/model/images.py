@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from groupwise.core.errors import UserError
+from groupwise.workloads.controller.config import OVERVIEW_SIDE
 
 _MAX_ASPECT_RATIO = 200
 _FIRST_SIDEWAYS_ORIENTATION = 5
@@ -49,10 +50,20 @@ class SourceImage:
 
 
 class LazyCrops(Mapping[str, Tensor]):
-    """The crops of every tier. A tier is cut when it is read; its shape is known before."""
+    """The crops of every tier. A tier is cut when it is read; its shape is known before.
 
-    def __init__(self, shapes: Mapping[str, CropShape], cut: Callable[[str], Tensor], source_pixels: int = 0):
-        self.shapes, self._cut, self._source_pixels = shapes, cut, source_pixels
+    `overview` gives the whole image as one normalized crop, without cutting any tier.
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, CropShape],
+        cut: Callable[[str], Tensor],
+        source_pixels: int = 0,
+        *,
+        overview: Callable[[], Float[Tensor, "3 height width"]] | None = None,
+    ):
+        self.shapes, self._cut, self._source_pixels, self.overview = shapes, cut, source_pixels, overview
         self.cut_ms = 0.0
         """Time spent on cutting so far."""
 
@@ -182,7 +193,10 @@ def crop_by_tier(
         cells = _grid_cells(image.pixels, *best_grid(counts[tier], *image.sides))
         return _normalize(torch.cat([overview(), _resize(cells, (side, side))]), normalization)
 
-    return LazyCrops(shapes, cut, image.pixels.numel() // 3)
+    def whole() -> Tensor:
+        return _normalize(overview(), normalization)[0]
+
+    return LazyCrops(shapes, cut, image.pixels.numel() // 3, overview=whole)
 
 
 def _grid_cells(pixels: UInt8[Tensor, "height width 3"], rows: int, columns: int) -> list[Tensor]:
@@ -220,7 +234,10 @@ def resize_by_tier(
     def cut(tier: str) -> Tensor:
         return _normalize(_resize([image.pixels], shapes[tier][2:]), normalization)
 
-    return LazyCrops(shapes, cut, image.pixels.numel() // 3)
+    def whole() -> Tensor:
+        return _normalize(_resize([image.pixels], (OVERVIEW_SIDE, OVERVIEW_SIDE)), normalization)[0]
+
+    return LazyCrops(shapes, cut, image.pixels.numel() // 3, overview=whole)
 
 
 def resized_shape(pixels: int, height: int, width: int, multiple: int) -> Sides:

@@ -41,9 +41,12 @@ def overview_pixels(sample: Sample) -> Float[Tensor, " pixels"]:
     """The whole image in few pixels: what the controller may look at before anything runs."""
     if sample.overview is not None:
         return sample.overview
-    coarsest = next(iter(sample.crops_by_tier.values()))
-    gray = coarsest[0].float().mean(0)[None]
-    return adaptive_avg_pool2d(gray, OVERVIEW_SIDE).flatten().cpu()
+    crops = sample.crops_by_tier
+    if isinstance(crops, LazyCrops) and crops.overview is not None:
+        whole = crops.overview()
+    else:
+        whole = next(iter(crops.values()))[0]
+    return adaptive_avg_pool2d(whole.float().mean(0)[None], OVERVIEW_SIDE).flatten().cpu()
 
 
 @dataclass(frozen=True)

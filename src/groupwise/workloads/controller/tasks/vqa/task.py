@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -70,7 +70,9 @@ class ImageStore:
         content, sides = self._hash_and_sides(file)
         before, after = prompt_token_ids(prompt.replace("{question}", text), self.loaded)
         shapes, text_tokens = self._crop_shapes(sides), len(before) + len(after)
-        crops = LazyCrops(shapes, lambda tier: self.crops_of(file)[tier])
+        crops = LazyCrops(
+            shapes, lambda tier: self.crops_of(file)[tier], overview=lambda: _overview(self.crops_of(file))
+        )
         check_length(text_tokens, crops, self.loaded)
         options = self.loaded.options
         cropping = (dict(options.crops_by_tier), dict(options.pixels), self._normalization)
@@ -79,13 +81,18 @@ class ImageStore:
         sample = Sample(name, crops, after, before)
         return Question(sample, text, answers, tokens, image=file.name, question_type=question_type)
 
-    def _crop(self, file: Path) -> Mapping[str, Tensor]:
+    def _crop(self, file: Path) -> LazyCrops:
         return self.loaded.adapter.crop(open_for(self.loaded, file), self.loaded.options, self._normalization)
 
     def _read_hash_and_sides(self, file: Path) -> tuple[str, Sides]:
         """A damaged file is refused."""
         sides = open_for(self.loaded, file).sides
         return content_hash(file.read_bytes()), sides
+
+
+def _overview(crops: LazyCrops) -> Tensor:
+    assert crops.overview is not None, "an opened image can be seen whole"
+    return crops.overview()
 
 
 @dataclass(frozen=True)
