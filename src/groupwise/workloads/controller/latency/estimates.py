@@ -22,7 +22,7 @@ from groupwise.workloads.hub import stable_config
 
 KnobTable = Float[Tensor, "tiers positions top_ks blocks"]
 """A number for every configuration, in the order of `KnobOptions.configurations()`."""
-FEATURE_VERSION = 2
+FEATURE_VERSION = 3
 """Goes up when the executor does or counts other work for the same configuration, which makes estimators outdated."""
 _Column = Float[np.ndarray, " rows"]
 
