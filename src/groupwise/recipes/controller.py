@@ -13,9 +13,9 @@ def recipe() -> Config:
         MosaicConfig(
             BudgetConfig((0.62, 0.68, 0.74, 0.8, 0.86, 1.0), on_infeasible="cheapest"),
             # fewer than by default, so that training and evaluation take no more than minutes
-            eval=ControllerEvalConfig(timed_answers=40, timed_answers_other_methods=8, prefilled_questions=1000),
+            eval=ControllerEvalConfig(timed_answers=30, timed_answers_other_methods=8, prefilled_questions=500),
         ),
-        steps=1000,
+        steps=800,
         conditions_per_step=64,
         group_size=16,
         rows_per_pass=512,
