@@ -8,14 +8,15 @@ speed costs few late answers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 
 SLOWDOWN_RATE = 0.2
 """Weight of the newest answer in the slowdown: half of a change of speed is followed after 3 answers."""
 BOUND_RATE = 0.04
-"""How far the log of the bound moves. The share of late answers among n differs from the promised one by at most the
-distance, in logs, that the bound had to go, over n times this."""
+"""How far the log of the bound moves at least. The share of late answers among n differs from the promised one by at
+most the distance, in logs, that the bound had to go, over n times this. Where answers vary more it moves faster."""
+_DEVIATION_RATE = 0.05
 _LARGEST_STEP = 0.5
 """Of log(measured / estimated): a stall counts as an answer that is slower by two thirds. None is faster by chance."""
 
@@ -30,14 +31,21 @@ class Pace:
     """On upper quantiles: so much keeps the promised share of answers in time."""
     answers: int = 0
     """Measured answers, or batches, that it follows."""
+    deviation: float = 0.0
+    """How far the logs of measured / estimated medians are from the slowdown's, lately on average."""
 
     def after(self, measured_ms: float, *, median_ms: float, upper_ms: float, quantile: float) -> Pace:
         """The pace after one more answer, by its measured time and its estimates (without any pace)."""
         step = log(measured_ms / (self.slowdown * median_ms))
         change = exp(SLOWDOWN_RATE * min(step, _LARGEST_STEP))
         is_late = measured_ms > self.upper_ratio * upper_ms
-        correction = exp(BOUND_RATE * (quantile if is_late else quantile - 1))
-        return Pace(self.slowdown * change, self.upper_ratio * change * correction, self.answers + 1)
+        correction = exp(max(BOUND_RATE, self.deviation) * (quantile if is_late else quantile - 1))
+        return Pace(
+            slowdown=self.slowdown * change,
+            upper_ratio=self.upper_ratio * change * correction,
+            answers=self.answers + 1,
+            deviation=self.deviation + _DEVIATION_RATE * (abs(step) - self.deviation),
+        )
 
 
 class BatchPaces:
@@ -52,7 +60,7 @@ class BatchPaces:
 
     def of(self, batch_size: int) -> Pace:
         single = self._paces[_size_class(1)]
-        return self._paces.get(_size_class(batch_size), Pace(single.slowdown, single.upper_ratio))
+        return self._paces.get(_size_class(batch_size), replace(single, answers=0))
 
     def set(self, batch_size: int, pace: Pace) -> None:
         self._paces[_size_class(batch_size)] = pace
