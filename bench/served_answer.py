@@ -148,7 +148,7 @@ def summary(title: str, times: Sequence[Times]) -> str:
 
 
 def main(count: int = 60) -> None:
-    """Print the times and ratios of every setting, and of all together.
+    """Print the times and ratios of each setting, and of all together.
 
     Args:
         count: Questions per setting.

@@ -137,7 +137,7 @@ def check_some_fit(conditions: Conditions) -> None:
     raise UserError(
         f"Nothing fits: the largest of workload.budget.values is {conditions.budget_of(row)}"
         f" ({float(conditions.budget_ms[row]):.4g} ms), and the cheapest configuration is estimated at"
-        f" {cheapest_ms:.4g} ms (the full one at {full_ms:.4g} ms). Under every budget the cheapest configuration would"
+        f" {cheapest_ms:.4g} ms (the full one at {full_ms:.4g} ms). Under each budget the cheapest configuration would"
         f" be used, and there would be nothing to learn. Give at least one budget above {smallest}."
     )
 

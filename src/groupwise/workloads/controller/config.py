@@ -119,20 +119,20 @@ class ControllerEvalConfig:
     tolerance: float = 0.05
     """An answer violates its budget when it takes longer by more than this fraction."""
     timed_answers: int = 100
-    """Questions whose answers are timed under every budget, by the controller, the lookup table, the better table by
+    """Questions whose answers are timed under each budget, by the controller, the lookup table, the better table by
     words and the ceiling. What a controller adds is measured on twice as many pairs of answers."""
     timed_answers_other_methods: int = 25
     """The same for every other method. Accuracy is always measured on all test questions."""
     timed_answers_per_configuration: int = 0
-    """Timed answers of every fixed configuration, besides those that some method chose. The chart shows configurations
+    """Timed answers of each fixed configuration, besides those that some method chose. The chart shows configurations
     that were timed at least 5 times."""
     imitation_steps: int = 200
     """Training steps of the baseline that is trained on right answers instead of rewards; 0 leaves it out."""
     predictor_steps: int = 1000
-    """Training steps of the baselines and the ceiling that predict the accuracy of every configuration; 0 leaves them
+    """Training steps of the baselines and the ceiling that predict the accuracy of each configuration; 0 leaves them
     out."""
     prefilled_questions: int = 2000
-    """Questions, at most, that pass the model's first blocks at every tier to train imitation and the ceiling."""
+    """Questions, at most, that pass the model's first blocks at each tier to train imitation and the ceiling."""
     recalibration_answers: int = 200
     """Answers to training questions that recalibrate the estimator first, if a quick check finds that the machine's
     speed differs from when it was profiled; 0 keeps the estimator as it is."""

@@ -21,7 +21,7 @@ CONFIGURATIONS = list(OPTIONS.configurations())
 
 
 class SomeAnswers:
-    """The right answer in every configuration but those left out; no answers to some samples."""
+    """The right answer in each configuration but those left out; no answers to some samples."""
 
     def __init__(self, questions, missing=(), unknown=()):
         self._right = {each.sample.name: int(each.answers[0]) for each in questions if each.sample.name not in unknown}

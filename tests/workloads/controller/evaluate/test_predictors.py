@@ -18,7 +18,7 @@ def pixels(questions):
 
 
 def asked(pictures):
-    """Of every picture two questions, with word 5 and with word 6. Word 5 needs the second configuration, word 6 the
+    """Of each picture two questions, with word 5 and with word 6. Word 5 needs the second configuration, word 6 the
     third in dark pictures and the fourth in bright ones."""
     plain = evaluation_set(
         "ab" * pictures, [[0] * 4] * 2 * pictures, pictures=[str(i // 2) for i in range(2 * pictures)]

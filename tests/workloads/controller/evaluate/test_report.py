@@ -142,7 +142,7 @@ def test_the_controllers_time_is_measured_apart(evaluated):
     assert stages["decode"] == 0
     assert stages["vision"] + stages["prefill"] == pytest.approx(served["measured_p50_ms"], rel=0.5)
     assert stages["controller"] < stages["prefill"]  # which includes it
-    # every distinct computation is listed once, with its latency if some method chose it
+    # each distinct computation is listed once, with its latency if some method chose it
     fixed = metrics["fixed_configurations"]
     assert len(fixed) == len({(each.tier, OPTIONS.block_path(each)) for each in OPTIONS.configurations()})
     assert all(("p50_ms" in entry) == (entry["answers"] > 0) for entry in fixed)

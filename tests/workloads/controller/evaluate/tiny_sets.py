@@ -11,7 +11,7 @@ OWN_ORDER, OTHER_ORDER = (3, 2), (2, 3)
 
 
 def evaluation_set(types, accuracy, budgets=(2.5, 9.0), upper=1.1, pictures=None):
-    """Configurations of 1 to 4 ms; further candidates are the same ones in another drop order. Every question has the
+    """Configurations of 1 to 4 ms; further candidates are the same ones in another drop order. Each question has the
     same budgets; its type is its first word."""
     pictures = pictures or [f"picture {index}" for index in range(len(types))]
     questions = [

@@ -37,7 +37,7 @@ class _DelegatingStates(HiddenStateCache):
 
 
 class SwappedStates(_DelegatingStates):
-    """One input of every question is that of its partner; without partners it is all zeros."""
+    """One input of each question is that of its partner; without partners it is all zeros."""
 
     def __init__(self, cache: HiddenStateCache, swapped: str, partners: Mapping[str, Question] | None):
         super().__init__(cache)
@@ -82,7 +82,7 @@ def ablated_controllers(controller: Controller, test_set: EvaluationSet) -> dict
 
 
 def partners_of_other_pictures(test_set: EvaluationSet, seed: int = 0) -> dict[str, Question]:
-    """For every sample a random question about another picture, always the same picture for one; empty if there is one
+    """For each sample a random question about another picture, always the same picture for one; empty if there is one
     picture only."""
     by_picture: dict[str, list[Question]] = {}
     for picture, question in zip(test_set.pictures, test_set.questions, strict=True):

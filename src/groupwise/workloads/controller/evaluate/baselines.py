@@ -1,4 +1,4 @@
-"""Methods that choose a candidate for every question and budget, beside the controller.
+"""Methods that choose a candidate for each question and budget, beside the controller.
 
     lookup                one candidate per budget: the most accurate on the selection questions
     table_by_first_word   one per budget and first word of the question, chosen on the same questions
@@ -15,7 +15,7 @@
 
 Each is charged its own time: a candidate fits if the estimator's upper quantile, less what a controller adds to it and
 plus what the method itself takes, is within the budget. That holds for all but `cheapest`, and a controller with soft
-enforcement. All but the controller and imitation may choose from every drop order that the task has answers for.
+enforcement. All but the controller and imitation may choose from each drop order that the task has answers for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def choose(
     extra_ms: float = 0.0,
     limit_ms: Float[Tensor, "questions limits"] | None = None,
 ) -> Choices:
-    """For every question and limit (the budgets, unless others are given) the best candidate that fits."""
+    """For each question and limit (the budgets, unless others are given) the best candidate that fits."""
     limit_ms = test_set.budget_ms if limit_ms is None else limit_ms
     chosen = [
         scores.masked_fill(~test_set.feasible(extra_ms, limit_ms[:, [index]])[:, 0], -torch.inf).argmax(1)
@@ -156,7 +156,7 @@ def train_imitation(
 
 
 def right_configurations(training_set: EvaluationSet, configurations: int) -> Tensor:
-    """For every condition the feasible configurations that are as accurate as any, if that is above 0."""
+    """For each condition the feasible configurations that are as accurate as any, if that is above 0."""
     accuracy = training_set.accuracy[:, None, :configurations].nan_to_num(0.0)
     accuracy = accuracy.masked_fill(~training_set.feasible()[..., :configurations], 0.0)
     best = accuracy.amax(2, keepdim=True)

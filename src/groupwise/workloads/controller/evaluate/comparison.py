@@ -72,7 +72,7 @@ def gain(
 
 @dataclass(frozen=True)
 class Curve:
-    """A method under rising limits: its accuracy, and its latency on every question."""
+    """A method under rising limits: its accuracy, and its latency on each question."""
 
     accuracy: Float[Tensor, "questions limits"]
     latency_ms: Float[Tensor, "questions limits"]

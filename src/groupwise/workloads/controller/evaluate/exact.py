@@ -23,7 +23,7 @@ from groupwise.workloads.controller.task import Question, Task
 from groupwise.workloads.controller.workload import ControllerWorkload
 
 Choices = Int64[Tensor, "questions budgets"]
-"""A candidate's index for every question and budget."""
+"""A candidate's index for each question and budget."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Candidate:
 
 
 def own_candidates(options: KnobOptions) -> list[Candidate]:
-    """Every configuration in the model's own drop order: what the controller may choose."""
+    """Each configuration in the model's own drop order: what the controller may choose."""
     order = tuple(options.drop_order)
     return [Candidate(index, order) for index, _ in enumerate(options.configurations())]
 
@@ -61,7 +61,7 @@ def all_candidates(task: Task, questions: Sequence[Question]) -> list[Candidate]
 
 
 def computations(options: KnobOptions, candidates: Sequence[Candidate]) -> list[Hashable]:
-    """What the model computes for each candidate: its tier, and the top-k of every block. Several may be the same."""
+    """What the model computes for each candidate: its tier, and the top-k of each block. Several may be the same."""
     configurations = list(options.configurations())
     return [
         (knobs.tier, replace(options, drop_order=candidate.drop_order).block_path(knobs))
@@ -71,14 +71,14 @@ def computations(options: KnobOptions, candidates: Sequence[Candidate]) -> list[
 
 
 def first_equal(options: KnobOptions, candidates: Sequence[Candidate]) -> list[int]:
-    """For every candidate the index of the first that computes the same."""
+    """For each candidate the index of the first that computes the same."""
     first: dict[Hashable, int] = {}
     return [first.setdefault(computation, index) for index, computation in enumerate(computations(options, candidates))]
 
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """Questions under every budget, with the accuracy and the estimated latency of every candidate."""
+    """Questions under each budget, with the accuracy and the estimated latency of each candidate."""
 
     conditions: Conditions
     candidates: Sequence[Candidate]
@@ -141,7 +141,7 @@ class EvaluationSet:
 def build_evaluation_set(
     workload: ControllerWorkload, questions: Sequence[Question], candidates: Sequence[Candidate] | None = None
 ) -> EvaluationSet:
-    """Answer the questions under every configuration: from precomputed or cached answers where there are any.
+    """Answer the questions under each configuration: from precomputed or cached answers where there are any.
 
     Candidates of other drop orders are graded from the task's answers alone.
     """
@@ -174,7 +174,7 @@ def accuracy_of_configurations(workload: ControllerWorkload, questions: Sequence
 
 @torch.no_grad()
 def grades_of_configurations(workload: ControllerWorkload, questions: Sequence[Question]) -> dict[str, Tables]:
-    """Every reward function under every configuration."""
+    """Each reward function under each configuration."""
     distinct = {question.sample.name: question for question in questions}
     answers = {
         name: workload.task.answer_all_configurations(question, rows_per_pass=workload.eval_rows)
@@ -203,7 +203,7 @@ def _accuracy_in_other_orders(
 def _grade(
     workload: ControllerWorkload, questions: Sequence[Question], answers: Mapping[str, Sequence[str | None]]
 ) -> dict[str, Float[Tensor, "questions answers"]]:
-    """Every reward function on the answers to each sample; equal answers to a question are graded once."""
+    """Each reward function on the answers to each sample; equal answers to a question are graded once."""
     distinct = {question.sample.name: question for question in questions}
     pairs = list(dict.fromkeys((name, text) for name, texts in answers.items() for text in texts if text is not None))
     graded = workload.grade([distinct[name] for name, _ in pairs], [text for _, text in pairs])

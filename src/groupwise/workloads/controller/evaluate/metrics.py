@@ -212,7 +212,7 @@ def _stage_ms(answer: TimedAnswer, stage: str) -> float:
 
 
 def fixed_configuration_metrics(results: EvaluationResults) -> list[dict[str, Any]]:
-    """Every distinct configuration by itself, from all answers that were timed with its knobs, if any."""
+    """Each distinct configuration by itself, from all answers that were timed with its knobs, if any."""
     rows = []
     for index in results.timer.distinct_configurations:
         answers = results.timer.answers_with(index)

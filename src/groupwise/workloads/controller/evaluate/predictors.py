@@ -1,4 +1,4 @@
-"""Predictors of accuracy: small networks that are told something of a question, and predict for every candidate how
+"""Predictors of accuracy: small networks that are told something of a question, and predict for each candidate how
 likely its answer is right. Trained on answers under all candidates, they show what can be known from their inputs.
 """
 
@@ -74,7 +74,7 @@ def join(*features: Features) -> Features:
 
 @dataclass(frozen=True)
 class Predictor:
-    """The predicted accuracy of every candidate, from the features of a question."""
+    """The predicted accuracy of each candidate, from the features of a question."""
 
     features: Features
     scale: tuple[Float[Tensor, " features"], Float[Tensor, " features"]]
@@ -106,7 +106,7 @@ def train_predictor(
 ) -> Predictor:
     """Minimize the cross entropy of all candidates' accuracies; keep the weights that are best on held-out pictures.
 
-    `first_equal` names for every candidate the first that computes the same. A predictor with a `base` starts as that
+    `first_equal` names for each candidate the first that computes the same. A predictor with a `base` starts as that
     one, and learns what its own features add.
     """
     columns = sorted(set(first_equal))

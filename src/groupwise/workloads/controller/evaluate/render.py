@@ -318,7 +318,7 @@ def _draw_accuracy(axes: Axes, metrics: Metrics) -> None:
 
 
 def _draw_method(axes: Axes, metrics: Metrics, name: str) -> None:
-    """A marker at the p50 of every budget, a whisker to its p95."""
+    """A marker at the p50 of each budget, a whisker to its p95."""
     (color, line, marker), entries = _LINES[name], [entry[name] for entry in metrics["budgets"]]
     whiskers = [entry["p95_ms"] - entry["p50_ms"] for entry in entries]
     axes.errorbar(

@@ -169,7 +169,7 @@ def _predictors(workload: ControllerWorkload, fit_set: EvaluationSet, prefilled:
 def _choose_and_time(
     workload: ControllerWorkload, methods: Methods, test_set: EvaluationSet
 ) -> tuple[EvaluationResults, str]:
-    """Every method's choices for every test question and budget, with its own time charged; the answers of a sample are
+    """Each method's choices for each test question and budget, with its own time charged; the answers of a sample are
     timed. Also the name of the better table by words."""
     config, task = workload.config.eval, workload.task
     choices = {
@@ -198,7 +198,7 @@ def _choose_and_time(
 
 
 def _overhead_pairs(questions: Sequence[int], budgets: int) -> list[tuple[int, int]]:
-    """Every question under two budgets, all budgets in turn."""
+    """Each question under two budgets, all budgets in turn."""
     return [(question, (index + shift) % budgets) for shift in (0, 1) for index, question in enumerate(questions)]
 
 
@@ -215,7 +215,7 @@ def _better_words(choices: Mapping[str, Choices], test_set: EvaluationSet) -> st
 
 
 def _time_answers(results: EvaluationResults) -> None:
-    """Time all methods in one shuffled run, and every configuration by itself."""
+    """Time all methods in one shuffled run, and each configuration by itself."""
     timer, budgets, sample = results.timer, range(results.test_set.num_budgets), results.sample
     for name in results.choices:
         pairs = [(question, budget) for question in results.timed_questions(name) for budget in budgets]
@@ -235,7 +235,7 @@ def _time_answers(results: EvaluationResults) -> None:
 
 
 def _comparison(results: EvaluationResults, methods: Methods, best_words: str) -> dict[str, Any]:
-    """The controller against every other method under the same budgets; and against the main ones at equal latency."""
+    """The controller against any other method under the same budgets; and against the main ones at equal latency."""
     test_set, pictures = results.test_set, results.test_set.pictures
     gains = {
         name: gain(results.accuracy("controller"), results.accuracy(name), pictures)

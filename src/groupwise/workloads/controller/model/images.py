@@ -50,7 +50,7 @@ class SourceImage:
 
 
 class LazyCrops(Mapping[str, Tensor]):
-    """The crops of every tier. A tier is cut when it is read; its shape is known before.
+    """The crops of each tier. A tier is cut when it is read; its shape is known before.
 
     `overview` gives the whole image as one normalized crop, without cutting any tier.
     """
@@ -86,7 +86,7 @@ class LazyCrops(Mapping[str, Tensor]):
 
 
 def crop_shapes(crops_by_tier: Mapping[str, Tensor]) -> Mapping[str, tuple[int, ...]]:
-    """The shape of every tier, without cutting any."""
+    """The shape of each tier, without cutting any."""
     if isinstance(crops_by_tier, LazyCrops):
         return crops_by_tier.shapes
     return {tier: tuple(pixels.shape) for tier, pixels in crops_by_tier.items()}
@@ -155,9 +155,9 @@ def _enough(image: Image.Image, finest: Sides) -> tuple[int, int]:
 
 
 def grid_shapes(sides: Sides, counts: Mapping[str, int], *, side: int, patch: int) -> dict[str, CropShape]:
-    """The overview and the crops of every tier, all `side` pixels high and wide.
+    """The overview and the crops of each tier, all `side` pixels high and wide.
 
-    Every crop must have at least one patch of pixels.
+    Each crop must have at least one patch of pixels.
     """
     height, width = sides
     for tier, count in counts.items():
@@ -180,7 +180,7 @@ def largest_grid(sides: Sides, counts: Iterable[int], *, side: int) -> Sides:
 def crop_by_tier(
     image: SourceImage, counts: Mapping[str, int], *, side: int, patch: int, normalization: ImageNormalization
 ) -> LazyCrops:
-    """For every tier the overview and its number of crops.
+    """For each tier the overview and its number of crops.
 
     The crops are a grid over the whole image, the one whose cells are nearest to squares: 12 are 3 rows of 4 on a 4:3
     image, 6 x 2 on a tall one.
@@ -227,7 +227,7 @@ def resized_shapes(sides: Sides, pixels: Mapping[str, int], *, multiple: int) ->
 def resize_by_tier(
     image: SourceImage, pixels: Mapping[str, int], *, multiple: int, normalization: ImageNormalization
 ) -> LazyCrops:
-    """The image at every tier's number of pixels or just below."""
+    """The image at each tier's number of pixels or just below."""
     shapes = resized_shapes(image.sides, pixels, multiple=multiple)
 
     @cache

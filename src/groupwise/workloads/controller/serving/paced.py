@@ -76,7 +76,7 @@ class PacedEstimates:
         return not isinstance(self._estimator, ProportionalEstimator)
 
     def fitted_bound_ms(self, question: Question) -> KnobTable:
-        """What is compared with a budget, for every configuration, at the pace that the estimator was fitted at."""
+        """What is compared with a budget, for each configuration, at the pace that the estimator was fitted at."""
         return self._cache.tables(question.prompt_tokens).bound_ms(is_hard=self._budget.is_hard)
 
     def bound_ms(self, question: Question) -> KnobTable:

@@ -27,7 +27,7 @@ class Sample:
     name: str
     """Identifies the sample: a hash of its content."""
     crops_by_tier: Mapping[str, Float[Tensor, "crops channels height width"]]
-    """The input of the vision tower at every tier; LazyCrops are cut when they are read. LLaVA: crops of one size,
+    """The input of the vision tower at each tier; LazyCrops are cut when they are read. LLaVA: crops of one size,
     first the overview, which is the same in all tiers. Qwen: one image of the tier's height and width."""
     question_ids: tuple[int, ...]
     """Token ids after the image."""
@@ -116,7 +116,7 @@ class ModelAdapter(Protocol):
         ...
 
     def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
-        """The shapes of every tier for an image of these sides; refused if it has too few pixels."""
+        """The shapes of each tier for an image of these sides; refused if it has too few pixels."""
         ...
 
     def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
