@@ -81,7 +81,7 @@ def tiny_recam(folder: Path, conditions: Path, **settings: Any) -> RecamConfig:
 
 
 def tiny_camera_transformer() -> WanTransformer3DModel:
-    """For clips of the embedded task: one block of width 24, with random camera layers."""
+    """For clips of pixels: one block of width 24, with random camera layers."""
     torch.manual_seed(5)
     transformer = WanTransformer3DModel(
         patch_size=(1, 4, 4),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from tiny.pixel_clips import PixelClipModel, pixel_conditions
 from tiny.wan import tiny_camera_transformer
 from torch import Tensor
 
@@ -16,8 +17,6 @@ from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
 from groupwise.workloads.flow.sampling.steppers import Transition
 from groupwise.workloads.flow.task import FlowTask
-from groupwise.workloads.flow.tasks.plane.model import PlaneModel
-from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 
 CPU = torch.device("cpu")
 
@@ -59,9 +58,9 @@ class SmallConfig(FlowConfig):
 
     def task(self, device: torch.device) -> FlowTask:
         return FlowTask(
-            model=PlaneModel(tiny_camera_transformer().to(device)),
-            conditions=plane_conditions(torch.arange(16)),
-            held_out=plane_conditions(torch.arange(100, 104)),
+            model=PixelClipModel(tiny_camera_transformer().to(device)),
+            conditions=pixel_conditions(torch.arange(16)),
+            held_out=pixel_conditions(torch.arange(100, 104)),
             rewards={"warmth": slowly(warmth, self.reward_s), "steadiness": steadiness},
             step_rewards={"predicted warmth": warmth} if self.step_rewards else {},
             weights={"warmth": 1.0, "steadiness": 1.0},

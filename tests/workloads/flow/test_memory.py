@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from tiny.pixel_clips import PixelClipModel
 from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.files import read_jsonl
-from groupwise.workloads.flow.tasks.plane.model import PlaneModel
 from workloads.flow.small import SmallConfig, recipe
 
 
@@ -18,7 +18,7 @@ def limit_memory(rows: int, max_rows: int) -> None:
         raise torch.OutOfMemoryError(f"CUDA out of memory. {rows} clips are {rows - max_rows} too many.")
 
 
-class LargeDecoder(PlaneModel):
+class LargeDecoder(PixelClipModel):
     """Its decoder has memory for two clips."""
 
     max_rows = 2

@@ -19,7 +19,7 @@ def test_images_show_the_first_held_out_clips(tmp_path):
     (name, write), *rest = reporter_of(images={"clips.png": draw}, num_images=2).images().items()
     assert (name, rest) == ("clips.png", [])
     write(tmp_path / name)
-    assert (tmp_path / name).read_text() == "['plane 100', 'plane 101'] (2, 3, 5, 8, 8)"
+    assert (tmp_path / name).read_text() == "['clip 100', 'clip 101'] (2, 3, 5, 8, 8)"
     assert reporter_of(images={"clips.png": draw}, held_out=[]).images() == {}
 
 

@@ -4,15 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tiny.pixel_clips import pixel_conditions
 
 import groupwise as gw
 from groupwise.core.groups import check_groups
 from groupwise.workloads.flow.task import group_ids
-from groupwise.workloads.flow.tasks.plane.task import plane_conditions
 
 
 def test_a_group_id_is_made_from_prompt_clip_camera_and_name():
-    (condition,) = plane_conditions(torch.arange(1))
+    (condition,) = pixel_conditions(torch.arange(1))
     moved = replace(condition, camera=condition.camera.flip(0))
     others = [
         replace(condition, prompt="at dusk"),

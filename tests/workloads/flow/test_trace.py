@@ -7,9 +7,9 @@ from groupwise.memory.stages import StepSpec
 from groupwise.memory.trace import trace_step
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.memory import FlowMemory, wan_architecture
-from groupwise.workloads.flow.tasks.plane.config import PlaneConfig
-from groupwise.workloads.flow.tasks.plane.model import PlaneModel, load_plane
-from groupwise.workloads.flow.tasks.plane.scene import encode_prompts
+from groupwise.workloads.flow.tasks.sprites.config import SpritesConfig
+from groupwise.workloads.flow.tasks.sprites.model import SpritesModel, load_sprites
+from groupwise.workloads.flow.tasks.sprites.scene import encode_prompts
 from groupwise.workloads.flow.trace import fake_transformer, flow_step
 
 SIZES = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "attention_head_dim": 32}
@@ -43,6 +43,6 @@ def test_finished_clips_are_not_counted_on_the_device():
 
 
 def test_the_embedded_clips_are_planned_as_they_are():
-    memory = PlaneConfig().memory_model()
-    assert memory.latent == PlaneModel(load_plane()).condition_spec.latent_shape
+    memory = SpritesConfig().memory_model()
+    assert memory.latent == SpritesModel(load_sprites()).condition_spec.latent_shape
     assert memory.text_tokens == encode_prompts(["by day"]).shape[1]

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
+from groupwise.workloads.flow.models.base import FlowModel, GuidedVelocity
 from groupwise.workloads.flow.rewards import clip_rewards, weighted_sum
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
+from groupwise.workloads.flow.sampling.encodings import ConditioningCache
 
 if TYPE_CHECKING:
     from groupwise.workloads.flow.workload import FlowWorkload
@@ -29,15 +31,23 @@ def evaluate_held_out(workload: FlowWorkload) -> Mapping[str, float]:
     return {"held-out reward": weighted_sum(terms, task.weights).nanmean().item(), **metrics}
 
 
-@torch.no_grad()
 def generate_held_out(workload: FlowWorkload, indices: Tensor) -> Tensor:
-    """Clips of these held-out conditions under the current policy, `eval_rows` at a time."""
+    """Clips of these held-out conditions under the current policy."""
+    return generate_clips(workload, workload.held_out_conditioning, indices)
+
+
+@torch.no_grad()
+def generate_clips(
+    workload: FlowWorkload, conditioning: ConditioningCache, indices: Tensor, *, model: FlowModel | None = None
+) -> Tensor:
+    """Clips of these conditions, `eval_rows` at a time, by the workload's model or another with the same latents."""
     config, steps = workload.config, workload.config.sampling.num_inference_steps
     denoiser = Denoiser(config.sampling, workload.latent_shape, range(steps, steps), workload.device)
     rows_per_pass = workload.row_limits["eval_rows"]
     rows = RolloutRows(config.eval_seed, 0, rows_per_pass, indices, torch.zeros_like(indices), indices)
     clips = []
     for part in rows.passes():
-        velocity = workload.velocity(workload.held_out_conditioning, part.condition)
+        inputs = conditioning.of(part.condition, workload.device)
+        velocity = GuidedVelocity(model or workload.model, inputs, config.sampling.guidance_scale)
         clips.append(workload.decode(denoiser.denoise_to_window(denoiser.initial_noise(part), velocity)))
     return torch.cat(clips)

@@ -66,6 +66,8 @@ class FlowMemory:
     """Denoising steps in the window: their graphs are held together in a pass."""
     pixels: int = 0
     """Numbers of a decoded clip."""
+    source_frames: int | None = None
+    """Latent frames of the source clip; None for as many as are generated."""
     text_tokens: int = 226
     guided: bool = False
     lora_rank: int | None = None
@@ -99,7 +101,8 @@ class FlowMemory:
         """Of one row in one step: target and source on the frame axis, with and without the prompt if guided."""
         _, frames, height, width = self.latent
         _, patch_height, patch_width = self.model.patch
-        return 2 * frames * (height // patch_height) * (width // patch_width) * (2 if self.guided else 1)
+        all_frames = frames + (frames if self.source_frames is None else self.source_frames)
+        return all_frames * (height // patch_height) * (width // patch_width) * (2 if self.guided else 1)
 
     def trajectory_bytes(self, spec: StepSpec) -> int:
         """The window's latents and the final one of every row of a rank."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from groupwise.core.types import Rollouts
-from groupwise.workloads.base import Reporter
+from groupwise.workloads.base import EvaluationReport, Reporter
 from groupwise.workloads.flow.evaluate import generate_held_out
 
 if TYPE_CHECKING:
@@ -41,3 +41,8 @@ class FlowReporter(Reporter):
         trained = sum(weight.numel() for weight in parameters if weight.requires_grad)
         total = sum(weight.numel() for weight in parameters)
         return [f"{trained:,} of the transformer's {total:,} parameters are trained", *self._workload.task.notes]
+
+    def final_report(self) -> EvaluationReport | None:
+        """The task's own, where it has one."""
+        compare = self._workload.task.final_report
+        return compare(self._workload) if compare else None

@@ -20,7 +20,9 @@ from groupwise.rewards.call import RewardFunction
 from groupwise.workloads.flow.cameras import check_camera_path
 
 if TYPE_CHECKING:
+    from groupwise.workloads.base import EvaluationReport
     from groupwise.workloads.flow.models.base import FlowModel
+    from groupwise.workloads.flow.workload import FlowWorkload
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,8 @@ class FlowTask:
     """Images of held-out clips, by file name."""
     num_images: int = 4
     """How many of the held-out conditions are drawn."""
+    final_report: Callable[[FlowWorkload], EvaluationReport] | None = None
+    """What `groupwise eval` shows besides the metrics."""
     notes: Sequence[str] = ()
     """Shown with the preflight checks."""
     checkpoint_files: Mapping[str, bytes] = field(default_factory=dict)

@@ -81,11 +81,13 @@ def flow_step(
 
 def _velocity(transformer: WanTransformer3DModel, memory: FlowMemory, rows: int, guidance: float) -> GuidedVelocity:
     text = torch.zeros(rows, memory.text_tokens, memory.model.text_width)
+    channels, frames, *size = memory.latent
+    source_frames = frames if memory.source_frames is None else memory.source_frames
     conditioning = {
         "text": text,
         f"{NEGATIVE_PREFIX}text": text,
-        "source": torch.zeros(rows, *memory.latent),
-        "camera": torch.zeros(rows, memory.latent[1], POSE_DIM),
+        "source": torch.zeros(rows, channels, source_frames, *size),
+        "camera": torch.zeros(rows, frames, POSE_DIM),
     }
     model = SimpleNamespace(
         velocity=lambda latents, sigma, inputs: camera_velocity(transformer, latents, 1000 * sigma, **inputs).float()

@@ -85,7 +85,7 @@ def camera_velocity(
     clip = torch.cat([latents, source], dim=2).to(transformer.patch_embedding.weight.dtype)
     tokens = transformer.patch_embedding(clip).flatten(2).transpose(1, 2).contiguous()
     tokens_per_frame = tokens.shape[1] // clip.shape[2]
-    poses = torch.cat([camera, camera], dim=1).repeat_interleave(tokens_per_frame, dim=1)
+    poses = torch.cat([camera, camera[:, : source.shape[2]]], dim=1).repeat_interleave(tokens_per_frame, dim=1)
     cosines, sines = transformer.rope(clip)
     rotary_and_poses = RotaryAndPoses(cosines, sines, poses)
     temb, modulation, text, _ = transformer.condition_embedder(timestep, text.to(tokens.dtype), None)

@@ -1,1 +1,1 @@
-"""Example tasks of the flow workload: the embedded plane, and models from pipeline folders."""
+"""Example tasks of the flow workload: the embedded sprites, and models from pipeline folders."""

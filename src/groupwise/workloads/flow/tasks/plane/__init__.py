@@ -1,1 +1,0 @@
-"""Embedded example: a camera moves over a textured plane."""
