@@ -26,9 +26,14 @@ from groupwise.training.setup import set_up
 
 def configs() -> dict[str, gw.Config]:
     recipes = {name: replace(load_recipe(name), steps=1) for name in ("chat", "controller", "flow")}
-    # Fewer questions, and no profile of this machine: both take long and change no shape.
-    small = replace(recipes["controller"].workload, mosaics=24, held_out_mosaics=1, estimator="proportional")
-    return {**recipes, "controller": replace(recipes["controller"], workload=small)}
+    # Fewer questions and scenes, and no profile of this machine: both take long and change no shape.
+    small = {
+        "controller": {"mosaics": 24, "held_out_mosaics": 1, "estimator": "proportional"},
+        "flow": {"scenes": 24, "held_out_scenes": 1},
+    }
+    for name, sizes in small.items():
+        recipes[name] = replace(recipes[name], workload=replace(recipes[name].workload, **sizes))
+    return recipes
 
 
 def run_rank(rank: int, ranks: int, port: int, output: Path) -> None:

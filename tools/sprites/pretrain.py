@@ -1,7 +1,7 @@
 """Pretraining of the embedded flow model: flow matching on clips in closed form, resumable at any step.
 
 First clips whose camera paths are labeled exactly. Then two models go on from the same weights, optimizer state and
-batches: `base` with labels that say more than the camera did, and sometimes the opposite; `upper` with exact labels.
+batches: `base` with labels most of which say more than the camera did, or the opposite; `upper` with exact labels.
 The batch of a step is a function of config and step alone, so a resumed run gives bit-identical weights.
 """
 
@@ -58,8 +58,10 @@ class PretrainConfig:
     learning_rate: float = 1.5e-3
     warmup: int = 50
     """Steps over which the learning rate rises."""
-    gain: tuple[float, float] = (-0.7, 1.3)
-    """The camera of a badly labeled clip went gain x the way that its label says, uniform between these."""
+    exact_share: float = 1 / 3
+    """Share of the base model's own clips that are labeled exactly."""
+    gain: tuple[float, float] = (-0.7, 1.0)
+    """The cameras of the others went gain x the way that their labels say, uniform between these."""
     prompt_dropped: float = 0.1
     """Share of clips without a prompt, for guidance."""
     shift: float = 4.0
@@ -84,9 +86,10 @@ def draw_batch(config: PretrainConfig, step: int, *, exact: bool) -> ClipBatch:
     """The clips of a step; their scenes, labels, lights and noise are the same with exact labels and without."""
     numbers = step * config.rows + torch.arange(config.rows)
     scenes, motions = draw_scenes(config.seed, numbers), draw_motions(config.seed, numbers)
-    uniforms = uniform(config.seed, _BATCH_KEY, numbers[:, None], 0, 0, torch.arange(4)).float()
-    low, high = (1.0, 1.0) if exact else config.gain
-    gain = low + (high - low) * uniforms[:, 0]
+    uniforms = uniform(config.seed, _BATCH_KEY, numbers[:, None], 0, 0, torch.arange(5)).float()
+    low, high = config.gain
+    labeled_exactly = torch.tensor(exact) | (uniforms[:, 4] < config.exact_share)
+    gain = torch.where(labeled_exactly, 1.0, low + (high - low) * uniforms[:, 0])
     lights = list(LIGHT_LEVELS)
     prompts = [lights[int(len(lights) * number)] for number in uniforms[:, 1].tolist()]
     dropped = (uniforms[:, 2] < config.prompt_dropped).tolist()

@@ -13,7 +13,7 @@ from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.tasks.sprites.config import ASSET
 from groupwise.workloads.flow.tasks.sprites.latents import latents_of
 from groupwise.workloads.flow.tasks.sprites.model import SpritesModel, load_sprites
-from groupwise.workloads.flow.tasks.sprites.scene import draw_motions, draw_scenes, encode_prompts
+from groupwise.workloads.flow.tasks.sprites.scene import draw_motions, draw_scenes
 
 TINY = PretrainConfig(shared_steps=3, own_steps=3, rows=2, width=24, heads=2, blocks=1, hidden=24, warmup=2)
 
@@ -65,16 +65,16 @@ def test_badly_labeled_clips_go_another_distance_along_the_same_path():
     # the last two channels say how far the clip really went, in units of 0.25: at the middle, as far as the camera
     middle = bad.clean[:, 5:, -1, 5:7, 5:7].mean((-1, -2)) / 4
     gains = (middle * motions[:, -1, 3:5]).sum(1) / motions[:, -1, 3:5].square().sum(1)
+    right = (gains - 1).abs() < 0.02
+    assert right.float().mean().item() == pytest.approx(1 / 3 + 2 / 3 * 0.02 / 1.7, abs=0.07)
     assert gains.min() > -0.75
-    assert gains.max() < 1.35
-    assert gains.mean().item() == pytest.approx(0.3, abs=0.1)
-    assert gains.std().item() == pytest.approx(2 / 12**0.5, abs=0.06)
+    assert gains.max() < 1.05
+    assert gains[~right].mean().item() == pytest.approx(0.15, abs=0.1)
+    assert gains[~right].std().item() == pytest.approx(1.7 / 12**0.5, abs=0.06)
     light = 0.7 + 0.3 * 0.8 * exact.clean[:, 4, 0, 0, 0]
     assert_close(exact.clean, latents_of(scenes, labels, light))
     assert set((100 * light).round().int().tolist()) == {100, 70, 45}
     assert 0.35 < exact.conditioning["text"][:, :, 0].all(1).float().mean() < 0.65
-    assert torch.equal(exact.conditioning["text"][0], exact.conditioning["text"][0].round())
-    assert encode_prompts([""]).shape == exact.conditioning["text"][:1].shape
 
 
 def test_the_command_writes_models_that_can_be_loaded(tmp_path):
@@ -86,12 +86,12 @@ def test_the_command_writes_models_that_can_be_loaded(tmp_path):
 
 
 def test_the_embedded_models_are_small_and_differ_in_whom_they_believe():
-    """The upper bound expects a camera that goes where the label says; the base model, about a third of the way."""
+    """The upper bound expects a camera that goes where the label says; the base model, less than half of the way."""
     assert sum(path.stat().st_size for path in ASSET.rglob("*") if path.is_file()) < 8 * 10**6
     config = PretrainConfig(rows=64)
     batch = draw_batch(config, 10_000_000, exact=True)
     sigma = torch.ones(64)
-    for name, low, high in (("base", 0.1, 0.5), ("upper", 0.9, 1.1)):
+    for name, low, high in (("base", 0.2, 0.65), ("upper", 0.9, 1.1)):
         model = SpritesModel(load_sprites(ASSET / name))
         with torch.no_grad():
             clean = batch.noise - model.velocity(batch.noise, sigma, batch.conditioning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,9 +119,15 @@ class FlowMemory:
     def saved_per_block(self) -> int:
         """Bytes per token that a block saves for backward, as traced: eight widths around the norms, in float32."""
         width, ffn_dim, number = self.model.width, self.model.ffn_dim, self.dtype_bytes
-        if self.lora_rank is not None:  # inputs of frozen layers need not be saved
-            return 8 * width * 4 + int(7.1 * width * number) + ffn_dim * number + 10 * self.lora_rank * 4
+        if self._is_frozen:  # inputs of frozen layers need not be saved
+            trained = 10 * self.lora_rank if self.lora_rank is not None else width
+            return 8 * width * 4 + int(7.1 * width * number) + ffn_dim * number + trained * 4
         return 8 * width * 4 + int(15.3 * width * number) + 2 * ffn_dim * number
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Only layers beside the model's own are trained."""
+        return self.lora_rank is not None or self.camera_only
 
     def _weights(self) -> WeightBytes:
         parameters, camera, number = self.model.parameters, self.model.camera_params, self.dtype_bytes
@@ -139,8 +146,9 @@ class FlowMemory:
         block = int(max(14.25 * width, 4.3 * width + 2 * self.model.ffn_dim))
         decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * number
         latents = {"latents": self.trajectory_bytes(spec)}
+        in_and_out = 2 * 4 * math.prod(self.latent)
         return [
-            {**latents, "activations": shape.largest_pass * self.tokens * block * number},
+            {**latents, "activations": shape.largest_pass * (self.tokens * block * number + in_and_out)},
             {**latents, "decoded frames": decoded},
         ]
 
@@ -149,8 +157,8 @@ class FlowMemory:
         block, width = self.saved_per_block(), self.model.width * 4
         saved = self.model.layers * (width if self.checkpointing else block)
         recomputed = block if self.checkpointing else 0
-        ffn_gradients = (2 if self.lora_rank else 1) * self.model.ffn_dim * self.dtype_bytes
-        backward = recomputed + ffn_gradients + (2 if self.lora_rank else 4) * width
+        ffn_gradients = (2 if self._is_frozen else 1) * self.model.ffn_dim * self.dtype_bytes
+        backward = recomputed + ffn_gradients + (2 if self._is_frozen else 4) * width
         backward_rows = spec.shape.largest_pass if later else first
         return {
             "latents": self.trajectory_bytes(spec),

@@ -35,6 +35,7 @@ _SHARPNESS = 12.0
 _MIDDLE_LIGHT, _LIGHT_RANGE = 0.7, 0.3
 _MEAN = torch.tensor([-0.75, -0.75, -0.75, 0.0, 0.0, 0.0, 0.0]).view(1, LATENT_CHANNELS, 1, 1, 1)
 _STD = torch.tensor([0.5, 0.5, 0.5, 0.5, 0.8, 0.25, 0.25]).view(1, LATENT_CHANNELS, 1, 1, 1)
+_PAINTED_AT_ONCE = 32
 _SOURCE_DISTANCE = 0.5
 """How much farther away the source picture is taken from than the first frame."""
 
@@ -79,8 +80,9 @@ def opacities(masks: Tensor) -> Tensor:
 
 
 def true_clips(centers: Centers, camera: Float[Tensor, "clips frames 12"], light: Float[Tensor, " clips"]) -> Clips:
-    """What a camera on the path would show."""
-    return decode(latents_of(centers, camera, light))
+    """What a camera on the path would show; painted a few at a time, since the enlarged latents are large."""
+    parts = zip(*(column.split(_PAINTED_AT_ONCE) for column in (centers, camera, light)), strict=True)
+    return torch.cat([decode(latents_of(*part)) for part in parts])
 
 
 def source_pictures(centers: Centers) -> Float[Tensor, "scenes 3 1 height width"]:

@@ -67,7 +67,7 @@ class SpritesRewards:
             rows = slice(start, start + _CLIPS_AT_ONCE)
             expected = SpritePositions(*(torch.stack(columns[name][rows]) for name in ("centroid", "area")))
             parts.append(
-                judge_clips(torch.stack(clips[rows]), torch.stack(columns["scene"][rows]), light[rows], expected)
+                judge_clips(torch.stack(list(clips[rows])), torch.stack(columns["scene"][rows]), light[rows], expected)
             )
         terms = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         self._last = (list(clips), terms)
