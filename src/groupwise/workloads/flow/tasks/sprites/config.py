@@ -25,8 +25,8 @@ SIDE = SCALE * LATENT_SIDE
 """Pixels of a frame, across and down."""
 ASSET = Path(__file__).parent / "asset"
 """Folder of the embedded models."""
-WEIGHTS = {"camera": 0.7, "quality": 0.3}
-"""Weights of the rewards: mostly whether the camera follows the requested path."""
+WEIGHTS = {"camera": 0.5, "quality": 0.5}
+"""Weights of the rewards. Those of a group differ mostly in `camera`: with a smaller weight quality would be lost."""
 
 
 @dataclass(frozen=True)
