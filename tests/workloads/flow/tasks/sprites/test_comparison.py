@@ -20,7 +20,7 @@ def test_shares_by_hand():
 
 def test_the_report_of_an_untrained_model_is_on_its_way_nowhere(tmp_path):
     config = load_recipe("flow")
-    sizes = {"scenes": 8, "held_out_scenes": 1, "final_scenes": 24}
+    sizes = {"scenes": 8, "held_out_scenes": 1, "final_scenes": 12}
     workload = replace(config.workload, **sizes).build(torch.device("cpu"))
     report = workload.reporter.final_report()
     comparison = report.metrics["comparison"]

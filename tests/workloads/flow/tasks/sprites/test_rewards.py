@@ -51,7 +51,7 @@ def test_a_clip_that_is_off_by_half_the_tolerance_by_hand():
     off[..., 3] = 0.05
     terms = judge_clips(true_clips(SCENES[:8], motion_to_pose(off), LIGHT[:8]), SCENES[:8], LIGHT[:8], expected)
     assert_close(terms["camera"], torch.full((8,), math.exp(-0.5)), rtol=0.05, atol=0)
-    assert_close(terms["error_px"], torch.full((8,), 1.2), rtol=0.06, atol=0)  # 0.05 of 24 pixels
+    assert_close(terms["error_px"], torch.full((8,), 1.2), rtol=0.08, atol=0)  # 0.05 of 24 pixels
 
 
 def test_a_missing_sprite_scores_nothing_and_lowers_quality():

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
-from groupwise.workloads.flow.cameras import motion_to_pose
-from groupwise.workloads.flow.tasks.sprites.config import SIDE
+from groupwise.workloads.flow.cameras import motion_to_pose, split_pose
+from groupwise.workloads.flow.tasks.sprites.config import LATENT_SIDE, SIDE
 from groupwise.workloads.flow.tasks.sprites.latents import Clips, opacities, sprite_masks, true_clips
 from groupwise.workloads.flow.tasks.sprites.pixels import (
     HALF,
@@ -100,15 +101,28 @@ def expected_positions(
 
 
 def find_camera(seen: SpritePositions, centers: Centers) -> Float[Tensor, "clips frames 12"]:
-    """The camera from which the centroids look most like the scene's centers: a weighted fit of roll, scale and shift.
+    """The camera from which the sprites look most like those seen.
 
-    center = depth x rotation(roll) x centroid + origin, by least squares in closed form (Umeyama 1991).
+    A fit to the centroids of whole sprites, then one to all of them: the border cuts a sprite, and its centroid then lies
+    off its center by as much as that of the sprite painted from the first camera.
     """
     present = (seen.area > _MIN_AREA).float()
     whole = present * (seen.centroid.abs().amax(-1) < _MAX_CENTROID).float()
-    weight = (whole + _CUT_WEIGHT * present + _ABSENT_WEIGHT).transpose(1, 2)[..., None]
+    first = _fit_camera(seen.centroid, centers, whole + _CUT_WEIGHT * present + _ABSENT_WEIGHT)
+    painted = locate_sprites(_painted(centers, first))
+    shift = _project(centers, first) - painted.centroid
+    is_cut = ((painted.area > _MIN_AREA) & (seen.centroid.abs().amax(-1) >= _MAX_CENTROID))[..., None]
+    centroid = torch.where(is_cut, seen.centroid + shift, seen.centroid)
+    return _fit_camera(centroid, centers, present + _ABSENT_WEIGHT)
+
+
+def _fit_camera(
+    centroid: Float[Tensor, "clips 3 frames 2"], centers: Centers, weight: Float[Tensor, "clips 3 frames"]
+) -> Float[Tensor, "clips frames 12"]:
+    """center = depth x rotation(roll) x centroid + origin, by weighted least squares in closed form (Umeyama 1991)."""
+    weight = weight.transpose(1, 2)[..., None]
     weight = weight / weight.sum(2, keepdim=True)
-    picture, world = seen.centroid.transpose(1, 2), centers[:, None]
+    picture, world = centroid.transpose(1, 2), centers[:, None]
     picture_mean, world_mean = ((weight * points).sum(2, keepdim=True) for points in (picture, world))
     from_picture, from_world = picture - picture_mean, world - world_mean
     aligned = (weight * from_picture * from_world).sum((-1, -2))
@@ -122,12 +136,26 @@ def find_camera(seen: SpritePositions, centers: Centers) -> Float[Tensor, "clips
     return motion_to_pose(torch.cat([still, roll[..., None], origin, 1 - depth[..., None]], dim=-1))
 
 
+def _project(centers: Centers, camera: Float[Tensor, "clips frames 12"]) -> Float[Tensor, "clips 3 frames 2"]:
+    """Where the camera sees the centers, for one that looks straight ahead."""
+    rotation, origin = split_pose(camera)
+    away = (centers[:, :, None] - origin[:, None, :, :2]) / (1 - origin[:, None, :, 2:])
+    return torch.einsum("nfji,nkfj->nkfi", rotation[..., :2, :2], away)
+
+
 def _cross(first: Float[Tensor, "*batch 2"], second: Float[Tensor, "*batch 2"]) -> Float[Tensor, "*batch"]:
     return first[..., 0] * second[..., 1] - first[..., 1] * second[..., 0]
 
 
 def _overlap(masks: Masks, centers: Centers, camera: Float[Tensor, "clips frames 12"]) -> Float[Tensor, " clips"]:
     """Intersection over union of the masks with those of the scene seen from the camera, mean over frames."""
-    painted, axes = opacities(sprite_masks(centers, camera, HALF)), (1, 3, 4)
+    painted, axes = _painted(centers, camera), (1, 3, 4)
     union = torch.maximum(painted, masks).sum(axes).clamp(min=1)
     return (torch.minimum(painted, masks).sum(axes) / union).mean(1)
+
+
+def _painted(centers: Centers, camera: Float[Tensor, "clips frames 12"]) -> Masks:
+    """The sprites seen from the camera, enlarged from the latents' size as the decoder does it."""
+    small = sprite_masks(centers, camera, LATENT_SIDE)
+    large = functional.interpolate(small.flatten(0, 1), size=(HALF, HALF), mode="bicubic", align_corners=False)
+    return opacities(large).unflatten(0, small.shape[:2])
