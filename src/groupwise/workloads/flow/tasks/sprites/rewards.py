@@ -103,8 +103,8 @@ def expected_positions(
 def find_camera(seen: SpritePositions, centers: Centers) -> Float[Tensor, "clips frames 12"]:
     """The camera from which the sprites look most like those seen.
 
-    A fit to the centroids of whole sprites, then one to all of them: the border cuts a sprite, and its centroid then lies
-    off its center by as much as that of the sprite painted from the first camera.
+    First a fit to the centroids of whole sprites, then one to all: where the border cuts a sprite, its centroid is off
+    its center by as much as that of the sprite painted from the first camera.
     """
     present = (seen.area > _MIN_AREA).float()
     whole = present * (seen.centroid.abs().amax(-1) < _MAX_CENTROID).float()
