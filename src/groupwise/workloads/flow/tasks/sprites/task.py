@@ -22,7 +22,7 @@ _FIRST_HELD_OUT, _FIRST_FINAL = 1_000_000, 2_000_000
 
 
 def sprites_task(config: SpritesConfig, device: torch.device) -> FlowTask:
-    """The same on every rank: each scene and path is a function of its number."""
+    """The same on all ranks: each scene and path is a function of its number."""
     rewards = SpritesRewards()
     return FlowTask(
         model=SpritesModel(load_sprites(config.folder).to(device), config.train),
