@@ -49,12 +49,11 @@ class SpritesConfig(FlowConfig):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def memory_model(self) -> FlowMemory:
-        """The initial weights of what is trained are kept as the reference."""
+        """The initial weights of what is trained are kept as the reference. Decoding is not planned."""
         return FlowMemory(
             read_wan_architecture(self.folder),
             (LATENT_CHANNELS, FRAMES, LATENT_SIDE, LATENT_SIDE),
             len(window_at(self.sampling, 0)),
-            pixels=3 * FRAMES * SIDE * SIDE,
             source_frames=1,
             text_tokens=PROMPT_WORDS,
             guided=self.sampling.guidance_scale != 1,
