@@ -138,6 +138,11 @@ def load_drop_order(folder: Path = ASSET) -> list[int]:
     return [int(block) for block in json.loads((folder / IMPORTANCE_FILE).read_text())["drop_order"]]
 
 
+def load_other_drop_orders(folder: Path = ASSET) -> list[tuple[int, ...]]:
+    """The best orders for other mixtures of mosaics: baselines may use them."""
+    return [tuple(order) for order in json.loads((folder / IMPORTANCE_FILE).read_text())["other_drop_orders"]]
+
+
 def mosaic_options(folder: Path = ASSET) -> KnobOptions:
     """The knobs of the mosaic model in this folder."""
     return KnobOptions(
