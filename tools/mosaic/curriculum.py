@@ -3,8 +3,8 @@
     alignment   the vision tower learns to read its crops, and image tokens where they are
     naming      each image token learns to name the digit of its tile
     reading     the first 8 blocks learn to answer, and to say whether there is a frame, which changes no answer yet
-    cipher      the last 8 blocks learn codes and cipher, all else is frozen; some steps have no frames, and leave out
-                up to 4 of the last blocks
+    cipher      the last 4 blocks learn codes and cipher, all else is frozen; some steps have no frames, and leave out
+                some of these
 
 So a framed mosaic and a code need all blocks, and other questions can do without the last 4.
 """
@@ -90,14 +90,14 @@ class PretrainConfig:
     size: MosaicSize = field(default_factory=MosaicSize)
     seed: int = 0
     alignment_steps: int = 700
-    naming_steps: int = 500
+    naming_steps: int = 600
     alignment_mosaics: int = 48
     """Also of naming."""
-    reading_steps: int = 1400
-    reading_horizon: int = 1000
+    reading_steps: int = 2000
+    reading_horizon: int = 1200
     """The stages of reading are fractions of this many steps."""
-    cipher_steps: int = 900
-    cipher_blocks: int = 8
+    cipher_steps: int = 2200
+    cipher_blocks: int = 4
     """The last so many blocks learn the cipher, those before them to read. Reading needs no more."""
     learning_rate: float = 2e-3
     cool_down: float = 0.4
@@ -112,7 +112,7 @@ class PretrainConfig:
     """Fraction of the later steps that run with a smaller top-k, in the cipher phase also with fewer of the last
     blocks. They have no cipher and no codes: reading tiles shall survive these knobs."""
     framed_share: float = 0.5
-    cipher_framed_share: float = 0.7
+    cipher_framed_share: float = 0.65
 
     @property
     def steps(self) -> int:

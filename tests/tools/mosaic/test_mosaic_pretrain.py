@@ -120,8 +120,8 @@ def test_fewer_blocks_never_meet_a_frame_or_a_code():
     drawn = knobs_and_families(config, range(1000))
     varied = [(knobs, shares) for knobs, shares in drawn if knobs.is_varied]
     assert 0.25 < len(varied) / len(drawn) < 0.35
-    assert {knobs.blocks for knobs, _ in varied} == {12, 13, 14, 15, 16}
-    assert {(knobs.blocks, knobs.top_k) for knobs, _ in drawn if not knobs.is_varied} == {(16, 8)}
+    assert {knobs.blocks for knobs, _ in varied} == {8, 9, 10, 11, 12}
+    assert {(knobs.blocks, knobs.top_k) for knobs, _ in drawn if not knobs.is_varied} == {(12, 8)}
     for _, shares in varied:
         assert not any(share for (_, framed), share in shares.items() if framed)
     asked = {QUESTION_TYPES[index] for index in draw_question_types(config, 5, 999, config.random(5), is_varied=True)}
@@ -138,11 +138,11 @@ def test_learning_rates_by_hand():
     assert config.vision_learning_rate_at(150) == pytest.approx(4e-4)
 
 
-@pytest.mark.parametrize(("tier", "blocks", "top_k"), [(Tier.HIGH, 16, 8), (Tier.LOW, 12, 4), (Tier.MEDIUM, 14, 5)])
+@pytest.mark.parametrize(("tier", "blocks", "top_k"), [(Tier.HIGH, 12, 8), (Tier.LOW, 8, 4), (Tier.MEDIUM, 10, 5)])
 def test_packed_questions_are_answered_as_alone_by_transformers(tier: Tier, blocks: int, top_k: int):
     model = build(MosaicSize(width=32, expert_width=8, vision_width=16).config(), seed=3).eval()
     question_set = make_question_set(HandwritingSplit.VALIDATION, 2, per_type=1)
-    kept = kept_blocks([9, 6, 12, 7], blocks)
+    kept = kept_blocks([9, 6, 11, 7], blocks)
     _, losses = answer_losses(model, question_set, features_of(model, question_set, tier), blocks=kept, top_k=top_k)
     with torch.no_grad(), configured(model, kept, top_k):
         for row, (tokens, length) in enumerate(
@@ -153,5 +153,5 @@ def test_packed_questions_are_answered_as_alone_by_transformers(tier: Tier, bloc
             logits = answer_logits(model, crops, tokens[:length].tolist(), tier)
             alone = -logits.log_softmax(0)[question_set.questions.answers[row]]
             torch.testing.assert_close(torch.tensor(losses[row]), alone, atol=1e-4, rtol=1e-4)
-    assert len(model.model.language_model.layers) == 16
+    assert len(model.model.language_model.layers) == 12
     assert {block.mlp.gate.top_k for block in model.model.language_model.layers} == {8}

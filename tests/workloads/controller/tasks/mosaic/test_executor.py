@@ -61,5 +61,5 @@ def test_samples_are_named_by_their_content():
     names = {mosaic_sample(pixels, asked).name for pixels in (one, other) for asked in ([3, 4], [3, 5])}
     assert len(names) == 4
     assert mosaic_sample(one, [3, 4]).name == mosaic_sample(one.clone(), (3, 4)).name
-    assert OPTIONS.full == Knobs("high", 1, 8, 16)
-    assert OPTIONS.cheapest == Knobs("low", 1, 4, 12)
+    assert OPTIONS.full == Knobs("high", 1, 8, 12)
+    assert OPTIONS.cheapest == Knobs("low", 1, 4, 8)

@@ -47,9 +47,9 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
 NAME = "mosaic"
 ASSET = Path(__file__).parent / "asset"
 IMPORTANCE_FILE = "importance.json"
-BLOCKS = 16
+BLOCKS = 12
 TOP_K = 8
-FEWEST_BLOCKS = 12
+FEWEST_BLOCKS = 8
 SMALLEST_TOP_K = 4
 # Blocks before the last insertion position always run.
 FIRST_DROPPABLE_BLOCK = 5

@@ -47,7 +47,7 @@ ROW_WORDS = tuple(f"row{row + 1}" for row in range(ROWS))
 TILE_WORDS = tuple(f"{'abc'[tile // COLUMNS]}{tile % COLUMNS + 1}" for tile in range(TILES))
 NUMBER_WORDS = tuple(str(number) for number in range(19))
 # Arbitrary names, each with a code.
-NAME_WORDS = tuple(f"n{name + 1}" for name in range(24))
+NAME_WORDS = tuple(f"n{name + 1}" for name in range(8))
 # Is not asked for: what image tokens of a framed mosaic say in pretraining.
 FRAMED = "framed"
 VOCABULARY = (
@@ -60,7 +60,7 @@ VOCABULARY = (
     FRAMED,
 )
 # Rounded up to a convenient matrix width; the last ids stand for no word.
-VOCABULARY_SIZE = 80
+VOCABULARY_SIZE = 64
 
 TOKEN_OF = {word: token for token, word in enumerate(VOCABULARY)}
 PAD_TOKEN = TOKEN_OF[PAD]

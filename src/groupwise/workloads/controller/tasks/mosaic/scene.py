@@ -103,7 +103,7 @@ COLUMNS = 4
 TILES = ROWS * COLUMNS
 # The label of a tile without a digit.
 EMPTY = 10
-_NOISE = 0.08
+_NOISE = 0.06
 _FEWEST_DIGITS = 3
 
 
@@ -117,7 +117,7 @@ class Print(StrEnum):
 
 PRINTS = tuple(Print)
 _PAPER = {Print.BOLD: 0.0, Print.COARSE: 0.3, Print.FINE: 0.5}
-_INK = {Print.BOLD: 1.0, Print.COARSE: 0.3, Print.FINE: 0.4}
+_INK = {Print.BOLD: 1.0, Print.COARSE: 0.4, Print.FINE: 0.4}
 _STROKE_COLUMNS = {Print.COARSE: 2, Print.FINE: 1}
 # The shares of (print, framed). Who needs fine crops seldom needs to decipher: no configuration suits all.
 FAMILY_SHARES = {
