@@ -77,10 +77,11 @@ class DropOrder:
 def find_drop_orders(
     model: LlavaForConditionalGeneration, question_set: QuestionSet, print_line: Callable[[str], None]
 ) -> dict[str, DropOrder]:
-    """The greedy drop order for mosaics without a frame, for framed ones, and for all of them together.
+    """The order in which pretraining left blocks out, from the last one, judged on mosaics without a frame; and the
+    greedy order for mosaics without a frame, for framed ones, and for all of them together.
 
-    Each step drops the block without which most questions are answered rightly, and of equals the one without which
-    the loss is smallest. Blocks before the latest insertion position always run.
+    Each greedy step drops the block without which most questions are answered rightly, and of equals the one without
+    which the loss is smallest. Blocks before the latest insertion position always run.
     """
     features = features_of(model, question_set, Tier.HIGH)
     framed = np.repeat(question_set.mosaics.framed, question_set.questions_per_mosaic)
@@ -94,7 +95,10 @@ def find_drop_orders(
         is_right, losses = outcomes[frozenset(dropped)]
         return float(is_right[asked].mean()), -float(losses[asked].mean())
 
-    orders = {}
+    from_the_last = tuple(reversed(range(FEWEST_BLOCKS, BLOCKS)))
+    judged = [judge(from_the_last[:dropped], ~framed)[0] for dropped in range(len(from_the_last) + 1)]
+    orders = {"last": DropOrder(from_the_last, tuple(round(value, 4) for value in judged))}
+    print_line(f"last: {orders['last']}")
     for name, asked in {"plain": ~framed, "framed": framed, "all": np.ones_like(framed)}.items():
         dropped: list[int] = []
         accuracy = [judge(dropped, asked)[0]]
@@ -110,10 +114,10 @@ def find_drop_orders(
 
 
 def save_drop_orders(folder: Path, orders: Mapping[str, DropOrder]) -> None:
-    """Write the order that the model ships with, the one for mosaics without a frame, and the others beside it."""
+    """Write the order that the model ships with, from the last block, and the others beside it."""
     content = {
-        "drop_order": orders["plain"].blocks,
-        "other_drop_orders": sorted({order.blocks for order in orders.values()} - {orders["plain"].blocks}),
+        "drop_order": orders["last"].blocks,
+        "other_drop_orders": sorted({order.blocks for order in orders.values()} - {orders["last"].blocks}),
         "measured": {name: asdict(order) for name, order in orders.items()},
         "split": "validation",
         "tier": "high",
