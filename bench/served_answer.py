@@ -30,7 +30,8 @@ from groupwise.workloads.controller.model.adapters import LlavaAdapter, Sample
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
 from groupwise.workloads.controller.policy.network import ControllerNetwork
-from groupwise.workloads.controller.serving.server import BudgetLimit, ControllerServer
+from groupwise.workloads.controller.serving.limits import BudgetLimit, LeastBounds, PacedBounds
+from groupwise.workloads.controller.serving.server import ControllerServer
 from groupwise.workloads.controller.tasks.mosaic.model import (
     BLOCKS,
     FEWEST_BLOCKS,
@@ -81,11 +82,12 @@ class Ways:
     def __init__(self, model: LlavaForConditionalGeneration, knobs: Knobs):
         self.model, self.knobs = model, knobs
         self.executor = Executor(LlavaAdapter(model), OPTIONS)
-        self.server = ControllerServer(ControllerNetwork(model.config.text_config.hidden_size, OPTIONS), self.executor)
+        network = ControllerNetwork(model.config.text_config.hidden_size, OPTIONS)
+        self.server = ControllerServer(network, self.executor, clock=time.thread_time)
         configurations = list(OPTIONS.configurations())
         bound_ms = torch.full((len(configurations),), torch.inf)
         bound_ms[configurations.index(knobs)] = 1.0
-        self.limit = BudgetLimit(1.0, 0.5, bound_ms.view(OPTIONS.shape))
+        self.limit = BudgetLimit(PacedBounds(LeastBounds(bound_ms.view(OPTIONS.shape))), 1.0, 0.5)
 
     def time(self, sample: Sample, *, stock_first: bool) -> Times:
         if stock_first:

@@ -91,8 +91,17 @@ class ModelAdapter(Protocol):
     blocks: nn.ModuleList
     text_config: Any
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
-        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier."""
+    def encode(
+        self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Float[Tensor, "tokens width"]] | None = None
+    ) -> Encoded:
+        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier.
+
+        `texts` are what `embed_text` returned for some samples, by their names.
+        """
+        ...
+
+    def embed_text(self, sample: Sample) -> Float[Tensor, "tokens width"]:
+        """Embeddings of the text before and after a sample's image."""
         ...
 
     def rotary(self, position_ids: Int64[Tensor, "axes tokens"]) -> tuple[Tensor, Tensor]:
@@ -149,9 +158,14 @@ class TextModelMixin:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(self.text.norm(hidden))
 
-    def _insert_image(self, sample: Sample, image: Float[Tensor, "image width"]) -> Float[Tensor, "tokens width"]:
+    def embed_text(self, sample: Sample) -> Tensor:
+        return self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+
+    def _insert_image(
+        self, sample: Sample, image: Float[Tensor, "image width"], texts: Mapping[str, Tensor] | None
+    ) -> Float[Tensor, "tokens width"]:
         """The image's embeddings between those of the text."""
-        text = self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+        text = texts[sample.name] if texts and sample.name in texts else self.embed_text(sample)
         prefix, question = text.split([len(sample.prefix_ids), len(sample.question_ids)])
         return torch.cat([prefix, image.to(text.dtype), question])
 

@@ -25,7 +25,7 @@ from groupwise.workloads.controller.model.knobs import KnobOptions
 class LlavaAdapter(TextModelMixin):
     """`LlavaForConditionalGeneration` with any text model that has rotary positions."""
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+    def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
         overviews = {id(sample.crops_by_tier): sample.crops_by_tier[tier][:1] for sample, tier in inputs}
         details = {(id(sample.crops_by_tier), tier): sample.crops_by_tier[tier][1:] for sample, tier in inputs}
         pixels = torch.cat([*overviews.values(), *details.values()]).to(self.device)
@@ -37,7 +37,7 @@ class LlavaAdapter(TextModelMixin):
         for sample, tier in inputs:
             image_id = id(sample.crops_by_tier)
             image = torch.cat([features_of[image_id], features_of[image_id, tier]]).flatten(0, 1)
-            states = self._insert_image(sample, image)
+            states = self._insert_image(sample, image, texts)
             prompts.append(Prompt(states, torch.arange(len(states))[None], len(states)))
         return Encoded(prompts, len(pixels))
 
