@@ -14,7 +14,6 @@ from itertools import accumulate
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Prompt, Sample
@@ -325,14 +324,10 @@ class _PrefixRow:
         shared = len(self.prompt.states) - lengths[0]
         states, position_ids = list[Tensor](), list[Tensor]()
         for branch in branches:
-            question, positions = branch.states[shared:], branch.position_ids
-            if branch is self.prompt:
-                states.append(branch.states)
-            else:
-                states.append(question)
-                positions = positions[:, shared:]
-            states.append(_initial_latency_token(question, given)[None])
-            position_ids.append(pad(positions, (0, 1), value=branch.next_position))
+            question, first = branch.states[shared:], branch is self.prompt
+            token = _initial_latency_token(question, given)[None]
+            states += [branch.states if first else question, token]
+            position_ids.append(branch.extended_position_ids if first else branch.extended_position_ids[:, shared:])
         self.states = torch.cat(states)
         self.position_ids = position_ids[0] if len(branches) == 1 else torch.cat(position_ids, dim=1)
         self.token_indices = [shared + end - 1 for end in accumulate(length + 1 for length in lengths)]

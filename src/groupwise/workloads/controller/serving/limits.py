@@ -21,19 +21,14 @@ class LeastBounds:
 
     def __init__(self, bound_ms: KnobTable):
         tables = bound_ms.permute(DECISION_ORDER)
-        self._after: list[Any] = [tables.flatten(taken).amin(taken).tolist() for taken in (1, 2, 3)] + [tables.tolist()]
-        self.by_tier: Sequence[float] = self._after[0]
+        self.after: list[Any] = [tables.flatten(taken).amin(taken).tolist() for taken in (1, 2, 3)] + [tables.tolist()]
+        """By the number of decisions taken: nested lists, by the options taken and then by the next one."""
         self.full_ms = float(full_configuration(bound_ms))
-        cheapest = [table == table.amin() for table in bound_ms]
-        self.cheapest_of_tier = [[tier, *table.nonzero()[0].tolist()] for tier, table in enumerate(cheapest)]
-        """The first cheapest configuration of each tier, as indices of options."""
-
-    def of_options(self, taken: Sequence[int]) -> Sequence[float]:
-        """One for each option of the next decision, after the decisions already taken."""
-        bounds = self._after[len(taken)]
-        for choice in taken:
-            bounds = bounds[choice]
-        return bounds
+        cheapest = [(table == table.amin()).nonzero()[0].tolist() for table in bound_ms]
+        self.cheapest_of_tier = [
+            [(tier, *choices)[decision] for decision in DECISION_ORDER] for tier, choices in enumerate(cheapest)
+        ]
+        """The first cheapest configuration of each tier, as indices of options in the order decisions are taken."""
 
 
 class PacedBounds:
@@ -41,31 +36,28 @@ class PacedBounds:
 
     def __init__(self, least: LeastBounds, factor: float = 1.0, tier_ms: Sequence[float] | None = None):
         self._least, self._factor = least, factor
-        self._tier_ms = tier_ms or [0.0] * len(least.by_tier)
-        by_tier = self._by_tier()
-        self.cheapest_ms, self.full_ms = min(by_tier), factor * least.full_ms + self._tier_ms[-1]
-        self._cheapest_tier = by_tier.index(self.cheapest_ms)
+        self._tier_ms = tier_ms or [0.0] * len(least.cheapest_of_tier)
+        self._of_tiers = [factor * ms + added_ms for ms, added_ms in zip(least.after[0], self._tier_ms, strict=True)]
+        self.cheapest_ms, self.full_ms = min(self._of_tiers), factor * least.full_ms + self._tier_ms[-1]
 
     @property
-    def cheapest(self) -> list[int]:
-        """The first cheapest configuration, in the order decisions are taken."""
-        choices = self._least.cheapest_of_tier[self._cheapest_tier]
-        return [choices[decision] for decision in DECISION_ORDER]
+    def cheapest(self) -> Sequence[int]:
+        """The first cheapest configuration, as indices of options in the order decisions are taken."""
+        return self._least.cheapest_of_tier[self._of_tiers.index(self.cheapest_ms)]
 
     def relative_budget(self, budget_ms: float) -> float:
         """As `conditions.relative_budgets`, for one question and budget."""
         share = (budget_ms - self.cheapest_ms) / max(self.full_ms - self.cheapest_ms, 1e-9)
         return min(max(share, 0.0), 1.0)
 
-    def of_options(self, taken: Sequence[int]) -> list[float]:
-        """The least bound of each option of the next decision."""
+    def of_options(self, taken: Sequence[int]) -> Sequence[float]:
+        """For each option of the next decision the least bound of those that have it, after the decisions taken."""
         if not taken:
-            return self._by_tier()
-        tier_ms = self._tier_ms[taken[0]]
-        return [self._factor * ms + tier_ms for ms in self._least.of_options(taken)]
-
-    def _by_tier(self) -> list[float]:
-        return [self._factor * ms + tier_ms for ms, tier_ms in zip(self._least.by_tier, self._tier_ms, strict=True)]
+            return self._of_tiers
+        bounds, factor, tier_ms = self._least.after[len(taken)], self._factor, self._tier_ms[taken[0]]
+        for choice in taken:
+            bounds = bounds[choice]
+        return [factor * ms + tier_ms for ms in bounds]
 
 
 @dataclass(frozen=True)

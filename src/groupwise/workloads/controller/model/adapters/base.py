@@ -56,6 +56,8 @@ class Prompt:
     states: Float[Tensor, "tokens width"]
     position_ids: Int64[Tensor, "axes tokens"]
     """Rotary positions: one axis, or three for time, height and width."""
+    extended_position_ids: Int64[Tensor, "axes tokens_and_next"]
+    """The same, and those of one more token of text."""
     next_position: int
     """Position of the answer's first token, on every axis."""
     image_start: int = 0

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
@@ -20,6 +22,12 @@ from groupwise.workloads.controller.model.images import (
     largest_grid,
 )
 from groupwise.workloads.controller.model.knobs import KnobOptions
+
+
+# The same object for each prompt of a length: rotary embeddings are found again by it.
+@lru_cache(maxsize=256)
+def _positions(tokens: int) -> Int64[Tensor, "1 tokens"]:
+    return torch.arange(tokens)[None]
 
 
 class LlavaAdapter(TextModelMixin):
@@ -38,7 +46,8 @@ class LlavaAdapter(TextModelMixin):
             image_id = id(sample.crops_by_tier)
             image = torch.cat([features_of[image_id], features_of[image_id, tier]]).flatten(0, 1)
             states = self._insert_image(sample, image, texts)
-            prompts.append(Prompt(states, torch.arange(len(states))[None], len(states)))
+            tokens = len(states)
+            prompts.append(Prompt(states, _positions(tokens), _positions(tokens + 1), tokens))
         return Encoded(prompts, len(pixels))
 
     @property

@@ -44,9 +44,17 @@ class QwenAdapter(TextModelMixin):
         for sample, tier in inputs:
             key = id(sample.crops_by_tier), tier
             states = self._insert_image(sample, features[key], texts)
-            position_ids = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids))
-            next_position = int(position_ids.max()) + 1
-            prompts.append(Prompt(states, position_ids, next_position, len(sample.prefix_ids), deepstacks[key]))
+            extended = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids) + 1)
+            prompts.append(
+                Prompt(
+                    states,
+                    extended[:, :-1],
+                    extended,
+                    int(extended[0, -1]),
+                    len(sample.prefix_ids),
+                    deepstacks[key],
+                )
+            )
         return Encoded(prompts, len(images), len(patches))
 
     def _grid(self, image: Float[Tensor, "channels height width"]) -> tuple[int, int, int]:
