@@ -47,9 +47,7 @@ def test_many_requests_are_served_as_each_alone(workload, server):
     conditions = workload.held_out
     rows, limits = range(len(conditions)), ConditionLimits(conditions)
     questions = conditions.question_of(torch.arange(len(conditions)))
-    requests = [
-        (question.sample, limits[row]) for row, question in zip(rows, questions, strict=True)
-    ]
+    requests = [(question.sample, limits[row]) for row, question in zip(rows, questions, strict=True)]
     together = server.serve(requests)
     for request, served in zip(requests, together, strict=True):
         (alone,) = server.serve([request])

@@ -24,6 +24,7 @@ from groupwise.workloads.controller.policy.decide import DECISION_ORDER
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.serving.limits import BudgetLimit, LeastBounds, PacedBounds
 
+
 @dataclass(frozen=True)
 class ServedAnswer:
     tokens: tuple[int, ...]
