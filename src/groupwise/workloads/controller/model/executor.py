@@ -117,11 +117,6 @@ class Executor:
         self._full_path = options.block_path(options.full)
 
     @torch.inference_mode()
-    def embed_text(self, sample: Sample) -> EmbeddedText:
-        states = self.adapter.embed_text(sample)
-        return EmbeddedText(states, mean_embedding(states[len(sample.prefix_ids) :]))
-
-    @torch.inference_mode()
     def run_prefix(
         self,
         items: Sequence[PrefixItem],

@@ -142,7 +142,8 @@ class FusedNetwork:
         self.sees_overview = network.sees_overview
         one, two = self._network.stage_one, self._network.stage_two
         join_question, self._join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
-        self._prompt, self._overview = _parameters(one.prompt), one.overview and one.overview.weight.data
+        self._prompt = _parameters(one.prompt)
+        self._overview = None if one.overview is None else one.overview.weight.data
         self._join_question = join_question.contiguous()
         self._heads_one = _concat_heads(one.tier, one.insertion, STAGE_ONE_DIM)
         self._token, self._join_two = two.token.weight.data, _parameters(two.join)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import MeasuredLatency
@@ -18,6 +20,7 @@ from groupwise.workloads.controller.model.executor import (
     Executor,
     PrefixItem,
     PrefixStates,
+    mean_embedding,
 )
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.policy.decide import DECISION_ORDER
@@ -55,7 +58,7 @@ class ControllerServer:
     ):
         self.executor, self.max_new_tokens, self.stop_token = executor, max_new_tokens, stop_token
         self._network = network.fused()
-        self._options = [list(scale) for scale in executor.options.choices.values()]
+        self._tiers = list(executor.options.crops_by_tier)
         self._clock, self._accelerated = clock, torch.accelerator.is_available()
 
     @torch.inference_mode()
@@ -65,10 +68,10 @@ class ControllerServer:
         Only the chosen tier is encoded, only the blocks up to the chosen position run before the second stage, and the
         answer continues from there. One request or many: knobs and answers are those of each alone.
         """
-        texts = [self.executor.embed_text(sample) for sample, _ in requests]
+        embedded = [self.executor.adapter.embed_text(sample) for sample, _ in requests]  # the prefix pass needs it, too
 
         started = self._now_ms()
-        choices = [self._stage_one(*request, text) for request, text in zip(requests, texts, strict=True)]
+        choices = [self._stage_one(*request, states) for request, states in zip(requests, embedded, strict=True)]
         stage_one_ms = self._now_ms() - started
 
         prefix = self._run_prefix(choices)
@@ -89,13 +92,13 @@ class ControllerServer:
             for answer, chosen in zip(answers, choices, strict=True)
         ]
 
-    def _stage_one(self, sample: Sample, limit: BudgetLimit, text: EmbeddedText) -> _Choices:
+    def _stage_one(self, sample: Sample, limit: BudgetLimit, embedded: Float[Tensor, "tokens width"]) -> _Choices:
+        text = EmbeddedText(embedded, mean_embedding(embedded[len(sample.prefix_ids) :]))
         chosen = _Choices(sample, limit, text)
         overview = overview_pixels(sample) if self._network.sees_overview else None
         tier_scores, position_scores = self._network.stage_one(text.question_mean, overview, limit.relative_budget)
-        tiers, positions, _, _ = self._options
-        chosen.tier = tiers[chosen.choose(tier_scores)]
-        chosen.position = positions[chosen.choose(position_scores)]
+        chosen.tier = self._tiers[chosen.choose(tier_scores)]
+        chosen.position = self.executor.options.insertion_positions[chosen.choose(position_scores)]
         return chosen
 
     def _run_prefix(self, choices: Sequence[_Choices]) -> PrefixStates:
@@ -110,9 +113,9 @@ class ControllerServer:
     def _stage_two(self, chosen: _Choices, prefix: PrefixStates) -> None:
         token = prefix.latency_tokens[chosen.sample.name, chosen.tier][chosen.position].to("cpu", torch.float32)
         top_k_scores, block_scores = self._network.stage_two(token, chosen.taken[1], chosen.limit.relative_budget)
-        _, _, top_ks, totals = self._options
-        blocks = totals[chosen.choose(block_scores)]
-        chosen.knobs = Knobs(chosen.tier, chosen.position, top_ks[chosen.choose(top_k_scores)], blocks)
+        options = self.executor.options
+        blocks = options.block_totals[chosen.choose(block_scores)]
+        chosen.knobs = Knobs(chosen.tier, chosen.position, options.top_ks[chosen.choose(top_k_scores)], blocks)
 
     def _now_ms(self) -> float:
         if self._accelerated:
