@@ -105,7 +105,7 @@ def test_a_batch_that_will_be_late_says_so(loaded):
     for question in asked:
         model.reply([question], [1e5])
     full_ms = model.estimate(picture(), "what is word1").total_ms
-    budgets_ms = [full_ms * (1.5 + row / 40) for row in range(39)] + [1e5]
+    budgets_ms = [full_ms * (2.5 + row / 40) for row in range(39)] + [1e5]
     batches = [model.reply(asked, budgets_ms) for _ in range(12)]
     for replies in batches:
         assert len({reply.measured.total_ms for reply in replies}) == 1

@@ -56,6 +56,8 @@ class Prompt:
     states: Float[Tensor, "tokens width"]
     position_ids: Int64[Tensor, "axes tokens"]
     """Rotary positions: one axis, or three for time, height and width."""
+    extended_position_ids: Int64[Tensor, "axes tokens_and_next"]
+    """The same, and those of one more token of text."""
     next_position: int
     """Position of the answer's first token, on every axis."""
     image_start: int = 0
@@ -91,8 +93,17 @@ class ModelAdapter(Protocol):
     blocks: nn.ModuleList
     text_config: Any
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
-        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier."""
+    def encode(
+        self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Float[Tensor, "tokens width"]] | None = None
+    ) -> Encoded:
+        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier.
+
+        `texts` are what `embed_text` returned for some samples, by their names.
+        """
+        ...
+
+    def embed_text(self, sample: Sample) -> Float[Tensor, "tokens width"]:
+        """Embeddings of the text before and after a sample's image."""
         ...
 
     def rotary(self, position_ids: Int64[Tensor, "axes tokens"]) -> tuple[Tensor, Tensor]:
@@ -149,9 +160,14 @@ class TextModelMixin:
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(self.text.norm(hidden))
 
-    def _insert_image(self, sample: Sample, image: Float[Tensor, "image width"]) -> Float[Tensor, "tokens width"]:
+    def embed_text(self, sample: Sample) -> Tensor:
+        return self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+
+    def _insert_image(
+        self, sample: Sample, image: Float[Tensor, "image width"], texts: Mapping[str, Tensor] | None
+    ) -> Float[Tensor, "tokens width"]:
         """The image's embeddings between those of the text."""
-        text = self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+        text = texts[sample.name] if texts and sample.name in texts else self.embed_text(sample)
         prefix, question = text.split([len(sample.prefix_ids), len(sample.question_ids)])
         return torch.cat([prefix, image.to(text.dtype), question])
 

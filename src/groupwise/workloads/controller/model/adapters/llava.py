@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
@@ -22,10 +24,16 @@ from groupwise.workloads.controller.model.images import (
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 
+# The same object for each prompt of a length: rotary embeddings are found again by it.
+@lru_cache(maxsize=256)
+def _positions(tokens: int) -> Int64[Tensor, "1 tokens"]:
+    return torch.arange(tokens)[None]
+
+
 class LlavaAdapter(TextModelMixin):
     """`LlavaForConditionalGeneration` with any text model that has rotary positions."""
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+    def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
         overviews = {id(sample.crops_by_tier): sample.crops_by_tier[tier][:1] for sample, tier in inputs}
         details = {(id(sample.crops_by_tier), tier): sample.crops_by_tier[tier][1:] for sample, tier in inputs}
         pixels = torch.cat([*overviews.values(), *details.values()]).to(self.device)
@@ -37,8 +45,9 @@ class LlavaAdapter(TextModelMixin):
         for sample, tier in inputs:
             image_id = id(sample.crops_by_tier)
             image = torch.cat([features_of[image_id], features_of[image_id, tier]]).flatten(0, 1)
-            states = self._insert_image(sample, image)
-            prompts.append(Prompt(states, torch.arange(len(states))[None], len(states)))
+            states = self._insert_image(sample, image, texts)
+            tokens = len(states)
+            prompts.append(Prompt(states, _positions(tokens), _positions(tokens + 1), tokens))
         return Encoded(prompts, len(pixels))
 
     @property

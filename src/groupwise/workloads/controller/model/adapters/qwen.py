@@ -31,7 +31,7 @@ class QwenAdapter(TextModelMixin):
     are tied to a block's index in the whole model: dropping a block neither shifts nor removes them.
     """
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+    def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
         images = {(id(sample.crops_by_tier), tier): sample.crops_by_tier[tier][0] for sample, tier in inputs}
         patches = torch.cat([self._patches(image) for image in images.values()])
         grids = {key: self._grid(image) for key, image in images.items()}
@@ -43,10 +43,18 @@ class QwenAdapter(TextModelMixin):
         prompts = []
         for sample, tier in inputs:
             key = id(sample.crops_by_tier), tier
-            states = self._insert_image(sample, features[key])
-            position_ids = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids))
-            next_position = int(position_ids.max()) + 1
-            prompts.append(Prompt(states, position_ids, next_position, len(sample.prefix_ids), deepstacks[key]))
+            states = self._insert_image(sample, features[key], texts)
+            extended = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids) + 1)
+            prompts.append(
+                Prompt(
+                    states,
+                    extended[:, :-1],
+                    extended,
+                    int(extended[0, -1]),
+                    len(sample.prefix_ids),
+                    deepstacks[key],
+                )
+            )
         return Encoded(prompts, len(images), len(patches))
 
     def _grid(self, image: Float[Tensor, "channels height width"]) -> tuple[int, int, int]:
