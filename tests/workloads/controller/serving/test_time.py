@@ -120,9 +120,9 @@ def test_a_batch_that_will_be_late_says_so(loaded):
 
 def test_calls_from_threads_wait_for_each_other_and_say_so(loaded):
     model, asked = controlled(loaded, fixed(loaded)), make_question(picture(), "what is this", loaded)
-    model.reply([asked], [1000])
+    model.reply([asked], [100_000])
     with ThreadPoolExecutor(8) as pool:
-        replies = [reply for (reply,) in pool.map(lambda _: model.reply([asked], [1000]), range(24))]
+        replies = [reply for (reply,) in pool.map(lambda _: model.reply([asked], [100_000]), range(24))]
     waits = [reply.measured.stages_ms["queue"] for reply in replies]
     assert max(waits) > 2 * np.median(
         [reply.measured.total_ms - wait for reply, wait in zip(replies, waits, strict=True)]
