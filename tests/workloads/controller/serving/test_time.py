@@ -100,7 +100,7 @@ def test_a_wrong_estimator_is_corrected_both_ways(loaded, factor):
 
 def test_a_batch_that_will_be_late_says_so(loaded):
     """40 requests, each with a budget that is enough for it alone. What batches share is learned on the way."""
-    model = controlled(loaded, KnobLatencyEstimator(_fit(loaded, seconds=2), loaded.options))
+    model = controlled(loaded, KnobLatencyEstimator(_fit(loaded, seconds=6), loaded.options))
     asked = [make_question(picture(seed=seed), f"what is word{seed % 9}", loaded) for seed in range(40)]
     for question in asked:
         model.reply([question], [1e5])
@@ -173,7 +173,7 @@ def test_the_promise_holds_while_another_process_comes_and_goes(loaded):
     rng = random.Random(0)
     questions = [make_question(picture(seed=seed), f"what is word{seed}", loaded) for seed in range(8)]
     with on_one_core():
-        estimator = KnobLatencyEstimator(_fit(loaded, seconds=5), loaded.options)
+        estimator = KnobLatencyEstimator(_fit(loaded, seconds=8), loaded.options)
         model = controlled(loaded, estimator)
         full_ms = model.estimate(picture(), "what is this").upper_ms
 
