@@ -19,6 +19,7 @@ from torch import distributed as dist
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.dist.devices import reduce_dtype
+from groupwise.dist.launcher import listen_on_loopback
 
 BUCKET_NUMEL = 1 << 22
 """Elements per all-reduce when gradients are summed: small tensors share one bucket."""
@@ -188,6 +189,7 @@ def _error_message(error: Exception, what: str) -> str:
 
 def connect() -> Comm:
     """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did."""
+    listen_on_loopback()
     state = PartialState(cpu=not torch.accelerator.is_available())
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != launched:

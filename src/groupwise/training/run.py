@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from groupwise.core.errors import UserError
 from groupwise.dist.comm import connect
+from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.trackers import Trackers
 from groupwise.training.checkpoint import (
     check_same_config,
@@ -29,7 +30,7 @@ from groupwise.training.evaluate import write_evaluation
 from groupwise.training.loop import StepResult, training_steps
 from groupwise.training.preflight import Check, preflight, refuse_failures
 from groupwise.training.progress import ProgressDisplay
-from groupwise.training.run_folder import METRICS, RunFolder, is_launched, reward_of
+from groupwise.training.run_folder import METRICS, RunFolder, reward_of
 from groupwise.training.setup import Setup, ignore_warning, set_up
 
 _SAME_REQUEST_S = 5.0
@@ -76,7 +77,7 @@ def train(config: Config) -> RunSummary:
         if setup.comm.is_main:
             folder.lock(resume=config.run.resume)
     try:
-        with display:
+        with display, stop_with_launcher():
             _resume(setup, folder, display)
             _preflight(setup, display)
             interrupted = _train(setup, folder, display)

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 from filelock import FileLock, Timeout
 
 from groupwise.core.errors import UserError
@@ -25,6 +24,7 @@ from groupwise.core.files import (
     to_json,
     write_atomic,
 )
+from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
 from groupwise.workloads.checkpoint_files import newest_first
 
 METRICS, SAMPLES, OLDER_SAMPLES = "metrics.jsonl", "samples.jsonl", "samples.1.jsonl"
@@ -41,28 +41,11 @@ class Owner:
     process: int
     host: str
     launcher: str
-    """Host, process id and start time of torchrun: the same for all restarts of its ranks, and for no other job."""
     job_id: str
-    """What `torchrun --rdzv-id` names; may be the same on several hosts, and in later jobs."""
 
     @staticmethod
     def current() -> Owner:
-        host, launcher = socket.gethostname(), ""
-        if is_launched():
-            parent = psutil.Process(os.getppid())
-            launcher = f"{host} {parent.pid} {parent.create_time()}"
-        job_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-        return Owner(os.getpid(), host, launcher, "" if job_id == "none" else job_id)
-
-
-def is_launched() -> bool:
-    """Whether torchrun, or accelerate through it, has started this process."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
-
-
-def was_restarted() -> bool:
-    """Whether the launcher has started this rank again after a failure, as `torchrun --max-restarts` does."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return Owner(os.getpid(), socket.gethostname(), launcher_identity(), rendezvous_id())
 
 
 def reward_of(entry: Mapping[str, Any]) -> float | None:
