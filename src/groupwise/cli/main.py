@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -133,17 +134,18 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
 def _message_for_user(error: Exception) -> str | None:
     """What the user can do about an error; None for a bug, whose traceback is shown."""
     if isinstance(error, OSError) and error.errno in _NO_BUGS and error.filename is not None:
-        return f"{_shorten(str(error.filename))} cannot be used: {error.strerror}."
+        return f"{error.filename} cannot be used: {error.strerror}."
     return str(error) if isinstance(error, UserError) else None
 
 
 def _refuse(message: str, as_json: bool) -> int:
+    message = re.sub(r"\S{300,}", _shorten, message)
     print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
     return _fail(message, as_json, code=2)
 
 
-def _shorten(text: str) -> str:
-    return text if len(text) <= 300 else f"{text[:300]}... ({len(text):,} characters)"
+def _shorten(word: re.Match[str]) -> str:
+    return f"{word[0][:100]}... ({len(word[0]):,} characters)"
 
 
 def _load_command(name: str) -> Callable[[list[str], bool], int]:

@@ -16,8 +16,8 @@ MAX_ROLLOUTS_PER_STEP = 1 << 20
 """Each rank computes the placement of all rollouts of a step, about 60 bytes each, before it runs one."""
 MAX_RANKS = 1 << 20
 _MAX_ROWS_PER_PASS = 1 << 31
-_SEARCHED = 20_000
-"""Values on each side among which the nearest one that fits is searched: more than 20,000 ranks are rare."""
+_SEARCHED = 8_192
+"""Values on each side among which the nearest one that fits is searched."""
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,14 @@ def export(run: Path | str, folder: Path | str) -> Path:
 
 
 def _policy_config(run: Path) -> PolicyConfig:
-    saved = read_json(run / "config.json").get("workload", {}).get("policy")
-    if saved is None:
+    workload = read_json(run / "config.json").get("workload")
+    saved = workload.get("policy") if isinstance(workload, dict) else None
+    if not isinstance(saved, dict):
         raise UserError(f"The run in {run} is of another workload than chat, so it has no language model to export.")
     known = {field.name for field in fields(PolicyConfig)}
     values: dict[str, Any] = {name: value for name, value in saved.items() if name in known}
+    if not isinstance(values.get("lora_targets"), list):
+        raise UserError(f"{run / 'config.json'} does not say the policy's lora_targets. Restore it.")
     return PolicyConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
 
 
