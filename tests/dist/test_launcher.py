@@ -43,41 +43,44 @@ def result_of(run: Path):
 def unbroken(tmp_path_factory):
     run = tmp_path_factory.mktemp("ranks") / "unbroken"
     launcher = launch(run)
-    output, _ = launcher.communicate(timeout=150)
+    output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output
     return result_of(run)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_restarted_ranks_continue_by_themselves_and_end_byte_identical(tmp_path, unbroken, rank):
     launcher = launch(tmp_path / "run", "--max-restarts", "2")
-    wait_for_steps(tmp_path / "run", 4, launcher)
+    wait_for_steps(tmp_path / "run", 4, launcher, seconds=200)
     ranks_of(launcher)[rank].kill()
-    output, _ = launcher.communicate(timeout=150)
+    output, _ = launcher.communicate(timeout=300)
     assert launcher.returncode == 0, output
     assert "Resuming" in output
     assert result_of(tmp_path / "run") == unbroken
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_a_restart_never_takes_over_the_run_of_another_job(tmp_path):
     launcher = launch(tmp_path / "run")
-    wait_for_steps(tmp_path / "run", 2, launcher)
+    wait_for_steps(tmp_path / "run", 2, launcher, seconds=200)
     launcher.send_signal(signal.SIGTERM)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=120)
     before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     other = launch(tmp_path / "run", "--max-restarts", "1")
-    output, _ = other.communicate(timeout=150)
+    output, _ = other.communicate(timeout=300)
     assert other.returncode == 1
     assert output.count("already holds a run") >= 2
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
     launcher = launch(tmp_path / "run")
-    wait_for_steps(tmp_path / "run", 3, launcher)
+    wait_for_steps(tmp_path / "run", 3, launcher, seconds=200)
     ranks = ranks_of(launcher)
     launcher.kill()
     refused = groupwise("train", "fakes:slow_recipe", "--run-dir", tmp_path / "run", "--resume")
@@ -92,15 +95,16 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["SIGTERM", "Ctrl-C"])
 def test_stopping_the_launcher_saves_and_leaves_without_a_traceback_of_ours(tmp_path, how):
     launcher = launch(tmp_path / "run", start_new_session=True)
-    wait_for_steps(tmp_path / "run", 3, launcher)
+    wait_for_steps(tmp_path / "run", 3, launcher, seconds=200)
     if how == "SIGTERM":
         launcher.send_signal(signal.SIGTERM)
     else:
         os.killpg(launcher.pid, signal.SIGINT)  # a terminal sends it to all processes, and torchrun sends it on
-    output, _ = launcher.communicate(timeout=60)
+    output, _ = launcher.communicate(timeout=120)
     assert launcher.returncode != 0
     assert "checkpoint written" in output
     assert "groupwise/training" not in output  # no frame of ours in any traceback
