@@ -209,9 +209,11 @@ def _store_of_this_attempt() -> dict[str, Any]:
     if dist.is_initialized() or not (was_restarted() and agent_has_store):
         return {}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, ranks, is_master=False)  # type: ignore[attr-defined]
     attempt = f"groupwise attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
-    return {"store": dist.PrefixStore(attempt, store), "rank": rank, "world_size": ranks}
+    prefixed = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": rank, "world_size": ranks}
 
 
 def disconnect() -> None:
