@@ -211,7 +211,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path):
     for name, steps in (("straight", (4,)), ("stopped", (2, 4))):
         for last in steps:
             run_of(tmp_path / name, replace(recipe(), steps=last), resume=True, preflight=False)
-    for file in ("policy.safetensors", "ema.safetensors", "optimizer.pt"):
+    for file in ("policy.safetensors", "ema.safetensors", "optimizer.safetensors"):
         straight, stopped = (
             (tmp_path / name / "checkpoints" / "step-000004" / file).read_bytes() for name in ("straight", "stopped")
         )

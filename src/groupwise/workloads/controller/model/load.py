@@ -88,7 +88,11 @@ def read_config(source: str) -> Any:
 def load_text_model(source: str) -> Any:
     """A language model without a vision tower, in the dtype it was saved in."""
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return _load(source, lambda: load(source, dtype="auto")).eval().to(default_device())
+    return (
+        _load(source, lambda: load(source, dtype="auto", use_safetensors=True, trust_remote_code=False))
+        .eval()
+        .to(default_device())
+    )
 
 
 def _source(name: str | Path) -> str:
@@ -110,7 +114,7 @@ def _load(source: str, load: Callable[[], _Result]) -> _Result:
 
 def _weights(source: str, family: str, dtype: torch.dtype | str) -> Any:
     load = getattr(transformers, family).from_pretrained
-    model, info = _load(source, lambda: load(source, dtype=dtype, output_loading_info=True))
+    model, info = _load(source, lambda: load(source, dtype=dtype, output_loading_info=True, use_safetensors=True))
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
@@ -155,7 +159,7 @@ def _json(file: Path) -> dict[str, Any]:
 def _tokenizer(source: str) -> Any:
     if _file(source, "tokenizer_config.json", "tokenizer.json") is None:
         return None
-    tokenizer = _load(source, lambda: transformers.AutoTokenizer.from_pretrained(source))
+    tokenizer = _load(source, lambda: transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False))
     if tokenizer.chat_template is None and (file := _file(source, "chat_template.json")):
         tokenizer.chat_template = _json(file).get("chat_template")
     return tokenizer
@@ -164,5 +168,7 @@ def _tokenizer(source: str) -> Any:
 def _normalization(source: str) -> ImageNormalization | None:
     if _file(source, "preprocessor_config.json", "processor_config.json") is None:
         return None
-    processor = _load(source, lambda: transformers.AutoImageProcessor.from_pretrained(source, backend="pil"))
+    processor = _load(
+        source, lambda: transformers.AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
+    )
     return ImageNormalization(tuple(processor.image_mean), tuple(processor.image_std))

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import parse_json
 from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
@@ -156,7 +157,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             " folder to AdaptiveModel.load()."
         )
     try:
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}). Restore it, or save the controller again.") from error
     if not isinstance(config, dict) or config.get("model_type") != _MODEL_TYPE:

@@ -31,13 +31,17 @@ def check_pipeline(folder: Path, expected: str) -> None:
 
 def load_transformer(model_class: Any, folder: Path, dtype: str, device: torch.device) -> Any:
     """The transformer of a pipeline folder, on the device, in eval mode."""
-    transformer = model_class.from_pretrained(folder, subfolder="transformer", dtype=getattr(torch, dtype))
+    transformer = model_class.from_pretrained(
+        folder, subfolder="transformer", dtype=getattr(torch, dtype), use_safetensors=True
+    )
     return transformer.to(device).eval()
 
 
 def load_pipeline_without_transformer(pipeline_class: Any, folder: Path, dtype: str) -> Any:
     """Text encoders and VAE of a pipeline folder, frozen, on the CPU."""
-    pipeline = pipeline_class.from_pretrained(folder, transformer=None, dtype=getattr(torch, dtype))
+    pipeline = pipeline_class.from_pretrained(
+        folder, transformer=None, dtype=getattr(torch, dtype), use_safetensors=True
+    )
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()

@@ -107,7 +107,9 @@ class VqaConfig(ControllerConfig):
         from groupwise.workloads.controller.trace import trace_controller
 
         memory = self.memory_model()
-        return trace_controller(transformers.AutoConfig.from_pretrained(self.model), memory, spec)
+        return trace_controller(
+            transformers.AutoConfig.from_pretrained(self.model, trust_remote_code=False), memory, spec
+        )
 
     def task(self, device: torch.device) -> Task:
         for name in ("model", "questions", "images"):
