@@ -18,7 +18,7 @@ from groupwise.workloads.controller.model.images import (
     crop_shapes,
 )
 from groupwise.workloads.controller.model.knobs import KnobOptions
-from groupwise.workloads.controller.model.molmoe.sizes import IMAGE_TOKENS, PUBLISHED_DROP_ORDER
+from groupwise.workloads.controller.model.molmoe.sizes import IMAGE_TOKENS, PUBLISHED_DROP_ORDER, image_token_count
 from groupwise.workloads.controller.model.molmoe.tiling import (
     Tiling,
     feature_order,
@@ -64,9 +64,9 @@ class MolmoeAdapter(TextModelMixin):
         projected = self.model.model.connector(joined, torch.cat(masks).to(self.device))
         images = {}
         for (key, tiling), own in zip(tilings.items(), projected.split([len(mask) for mask in masks]), strict=True):
-            tokens, is_patch = token_layout(tiling.rows, tiling.columns, self._layout_ids)
+            tokens, patches = token_layout(tiling.rows, tiling.columns, self._layout_ids)
             image = self.embed(tokens)
-            image[is_patch.to(self.device)] += own.flatten(0, 1)[feature_order(tiling.rows, tiling.columns)]
+            image[patches] += own.flatten(0, 1)[feature_order(tiling.rows, tiling.columns)]
             images[key] = image
         return images
 
@@ -104,4 +104,5 @@ class MolmoeAdapter(TextModelMixin):
         return sides
 
     def image_tokens(self, shape: Sequence[int]) -> int:
-        return Tiling.of_shape(shape).image_tokens
+        tiling = Tiling.of_shape(shape)
+        return image_token_count(tiling.rows, tiling.columns)

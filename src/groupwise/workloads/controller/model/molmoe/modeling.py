@@ -94,18 +94,19 @@ class MolmoeConfig(PreTrainedConfig):
 class MolmoeVisionTower(CLIPVisionModel):
     """CLIP without its last norm; the outputs of some blocks, joined, are the features."""
 
-    def __init__(self, config: CLIPVisionConfig, feature_blocks: tuple[int, ...] = (-1,)):
+    def __init__(self, config: CLIPVisionConfig, feature_blocks: tuple[int, ...]):
         super().__init__(config)
         self.post_layernorm = nn.Identity()
-        self._feature_blocks = tuple(block % config.num_hidden_layers for block in feature_blocks)
+        self._feature_blocks = feature_blocks
 
     def forward(self, pixels: Float[Tensor, "crops 3 side side"]) -> Float[Tensor, "crops patches features"]:
         states = self.pre_layrnorm(self.embeddings(pixels))
-        outputs = []
-        for block in self.encoder.layers:
+        kept = {}
+        for index, block in enumerate(self.encoder.layers):
             states = block(states, None)
-            outputs.append(states)
-        return torch.cat([outputs[block][:, 1:] for block in self._feature_blocks], dim=-1)
+            if index in self._feature_blocks:
+                kept[index] = states[:, 1:]
+        return torch.cat([kept[index] for index in self._feature_blocks], dim=-1)
 
 
 class MolmoeConnector(nn.Module):

@@ -16,6 +16,11 @@ OVERLAP_PATCHES = 4
 IMAGE_TOKENS = ("<im_start>", "<im_end>", "<im_patch>", "<im_col>", "<|image|>")
 """Their ids follow the vocabulary in this order; the last one never reaches the model."""
 END_OF_TEXT = "<|endoftext|>"
+POOLED = CROP_SIDE // PATCH_SIDE // POOL_SIDE
+"""Features of a crop in each direction."""
+POOLED_OVERLAP = OVERLAP_PATCHES // POOL_SIDE
+POOLED_WINDOW = POOLED - 2 * POOLED_OVERLAP
+"""Features from one tile to the next."""
 PUBLISHED_DROP_ORDER = (4, 13, 10, 2)
 """Blocks of MolmoE-1B that it misses least, as others have measured and published it."""
 
@@ -114,6 +119,16 @@ class MolmoeSizes:
             if vision_block(name) < self.vision.blocks_run:
                 counts[_part(name)] += prod(shape)
         return counts
+
+
+def feature_grid(rows: int, columns: int) -> tuple[int, int]:
+    """Rows and columns of features that so many tiles show together."""
+    return POOLED_WINDOW * rows + 2 * POOLED_OVERLAP, POOLED_WINDOW * columns + 2 * POOLED_OVERLAP
+
+
+def image_token_count(rows: int, columns: int) -> int:
+    """Start, end and a token after each row, for the overview and for all tiles together."""
+    return sum(2 + height * (width + 1) for height, width in ((POOLED, POOLED), feature_grid(rows, columns)))
 
 
 def is_molmo(content: Mapping[str, Any]) -> bool:

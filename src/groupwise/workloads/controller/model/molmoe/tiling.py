@@ -20,16 +20,20 @@ from groupwise.workloads.controller.model.images import (
     Sides,
     SourceImage,
 )
-from groupwise.workloads.controller.model.molmoe.sizes import CROP_SIDE, OVERLAP_PATCHES, PATCH_SIDE, POOL_SIDE
+from groupwise.workloads.controller.model.molmoe.sizes import (
+    CROP_SIDE,
+    OVERLAP_PATCHES,
+    PATCH_SIDE,
+    POOLED,
+    POOLED_OVERLAP,
+    POOLED_WINDOW,
+    feature_grid,
+)
 
 _WINDOW = CROP_SIDE - 2 * OVERLAP_PATCHES * PATCH_SIDE
 """Pixels from one tile to the next."""
 _MARGIN = CROP_SIDE - _WINDOW
 _PATCHES = CROP_SIDE // PATCH_SIDE
-POOLED = _PATCHES // POOL_SIDE
-"""Features of a crop in each direction."""
-_POOLED_WINDOW = _WINDOW // PATCH_SIDE // POOL_SIDE
-_POOLED_OVERLAP = OVERLAP_PATCHES // POOL_SIDE
 _NO_TILE = -1.0
 """The mask that the published preprocessing gives to the last crop, for a reason that is in `image_masks`."""
 
@@ -49,11 +53,6 @@ class Tiling:
         return _WINDOW * self.rows + _MARGIN, _WINDOW * self.columns + _MARGIN
 
     @property
-    def grid(self) -> Sides:
-        """Rows and columns of features that all tiles show together."""
-        return (_POOLED_WINDOW * self.rows + 2 * _POOLED_OVERLAP, _POOLED_WINDOW * self.columns + 2 * _POOLED_OVERLAP)
-
-    @property
     def shape(self) -> CropShape:
         """The overview and the tiles; then how they lie, which the prompt depends on."""
         crops = 1 + self.rows * self.columns
@@ -63,11 +62,6 @@ class Tiling:
     def of_shape(shape: Sequence[int]) -> Tiling:
         rows, columns, height, width = shape[4:]
         return Tiling(rows, columns, height, width)
-
-    @property
-    def image_tokens(self) -> int:
-        """Start, end and a token after each row, for the overview and for all tiles together."""
-        return sum(2 + rows * (columns + 1) for rows, columns in ((POOLED, POOLED), self.grid))
 
 
 @lru_cache(maxsize=4096)
@@ -88,6 +82,12 @@ def choose_tiling(sides: Sides, max_crops: int) -> Tiling:
     rows, columns = candidates[index]
     height, width = _fit(sides, (_WINDOW * rows + _MARGIN, _WINDOW * columns + _MARGIN))
     return Tiling(rows, columns, height, width)
+
+
+def longest_tiling(max_crops: int) -> Tiling:
+    """The one that becomes most tokens, of an image that fills it."""
+    tiling = Tiling(max_crops, 1, 0, 0)
+    return Tiling(max_crops, 1, *tiling.canvas)
 
 
 def _fit(sides: Sides, canvas: Sides) -> Sides:
@@ -176,17 +176,19 @@ def feature_order(rows: int, columns: int) -> Int64[Tensor, " features"]:
 
 def _nearest_tile(tiles: int) -> tuple[Int64[Tensor, " cells"], Int64[Tensor, " cells"]]:
     """For each cell of the grid in one direction: the tile that shows it, and the cell's index in that tile."""
-    cells = torch.arange(_POOLED_WINDOW * tiles + 2 * _POOLED_OVERLAP)
-    tile = ((cells - _POOLED_OVERLAP) // _POOLED_WINDOW).clamp(0, tiles - 1)
-    return tile, cells - _POOLED_WINDOW * tile
+    cells = torch.arange(POOLED_WINDOW * tiles + 2 * POOLED_OVERLAP)
+    tile = ((cells - POOLED_OVERLAP) // POOLED_WINDOW).clamp(0, tiles - 1)
+    return tile, cells - POOLED_WINDOW * tile
 
 
 @lru_cache(maxsize=256)
-def token_layout(rows: int, columns: int, ids: tuple[int, int, int, int]) -> tuple[Int64[Tensor, " tokens"], Tensor]:
-    """The image's tokens, and which of them are patches. `ids` are those of start, end, patch and end of a row."""
+def token_layout(
+    rows: int, columns: int, ids: tuple[int, int, int, int]
+) -> tuple[Int64[Tensor, " tokens"], Int64[Tensor, " features"]]:
+    """The image's tokens, and the positions of patches among them. `ids`: of start, end, patch and end of a row."""
     start, end, patch, column = ids
     tokens = []
-    for height, width in ((POOLED, POOLED), Tiling(rows, columns, 0, 0).grid):
+    for height, width in ((POOLED, POOLED), feature_grid(rows, columns)):
         tokens += [start, *([patch] * width + [column]) * height, end]
     layout = torch.tensor(tokens)
-    return layout, layout == patch
+    return layout, (layout == patch).nonzero()[:, 0]
