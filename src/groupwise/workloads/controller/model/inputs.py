@@ -83,7 +83,7 @@ class TransformersFrontEnd:
         channels = getattr(model.config.vision_config, "num_channels", 3)
         images = [
             _ready(loaded.adapter.crop(open_image(noise), loaded.options, neutral), channels, model)
-            for noise in self._noise_images()
+            for noise in self._noise_images(len(question_tokens))
         ]
         questions = [torch.randint(vocabulary, (length,), generator=generator) for length in question_tokens]
         return [
@@ -91,12 +91,13 @@ class TransformersFrontEnd:
             for index, ids in enumerate(questions)
         ]
 
-    def _noise_images(self) -> list[Image.Image]:
+    def _noise_images(self, most: int) -> list[Image.Image]:
         """As large as the finest tier can use; of several shapes where the number of crops depends on the shape."""
         vision, pixels = self._loaded.model.config.vision_config, self._loaded.options.pixels
         side = max([getattr(vision, "image_size", 0) * 4, *(isqrt(count) for count in pixels.values())])
         generator = torch.Generator().manual_seed(0)
-        shapes = [(round(side * height), round(side * width)) for height, width in self._loaded.adapter.probe_shapes]
+        parts = self._loaded.adapter.probe_shapes[:most]
+        shapes = [(round(side * height), round(side * width)) for height, width in parts]
         noise = [torch.randint(256, (*shape, 3), generator=generator, dtype=torch.uint8) for shape in shapes]
         return [Image.fromarray(pixels.numpy()) for pixels in noise]
 
