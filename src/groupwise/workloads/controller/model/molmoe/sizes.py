@@ -24,7 +24,7 @@ POOLED_WINDOW = POOLED - 2 * POOLED_OVERLAP
 PUBLISHED_DROP_ORDER = (4, 13, 10, 2)
 """Blocks of MolmoE-1B that it misses least, as others have measured and published it."""
 
-_PUBLISHED: dict[str, Any] = {
+PUBLISHED_FIELDS: dict[str, Any] = {
     "activation_type": "swiglu",
     "alibi": False,
     "attention_layer_norm": True,
@@ -51,7 +51,7 @@ _PUBLISHED: dict[str, Any] = {
     "weight_tying": False,
 }
 """Fields whose other values would mean another computation; a field that is absent has another default."""
-_PUBLISHED_VISION: dict[str, Any] = {
+PUBLISHED_VISION_FIELDS: dict[str, Any] = {
     "image_default_input_size": [CROP_SIDE, CROP_SIDE],
     "image_mlp_activations": "quick_gelu",
     "image_model_type": "openai",
@@ -142,8 +142,8 @@ def read_sizes(content: Mapping[str, Any], source: str) -> MolmoeSizes:
     vision = content.get("vision_backbone")
     if not isinstance(vision, Mapping):
         raise UserError(f"{source} has no vision_backbone: MolmoE's config.json describes its vision tower there.")
-    _check_published(content, _PUBLISHED, source)
-    _check_published(vision, _PUBLISHED_VISION, f"vision_backbone of {source}")
+    _check_published(content, PUBLISHED_FIELDS, source)
+    _check_published(vision, PUBLISHED_VISION_FIELDS, f"vision_backbone of {source}")
     _check_numbers(content, _NUMBERS, source)
     _check_numbers(vision, _VISION_NUMBERS, f"vision_backbone of {source}")
     width, heads = content["d_model"], content["n_heads"]
