@@ -170,6 +170,15 @@ def test_hidden_states_routers_and_logits_are_the_original_ones(loaded, samples,
     assert_near(logits[-1], known[f"{case}/logits_last"], 1e-4)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("case", ["text", "ids"])
+def test_text_alone_is_continued_as_by_the_original_code(loaded, known, case):
+    ids = known[f"{case}/input_ids"].tolist()
+    for token in known[f"{case}/greedy"]:
+        assert loaded.model(torch.tensor([ids])).logits[0, -1].argmax() == token
+        ids.append(int(token))
+
+
 @pytest.mark.parametrize("case", ["wide", "tall"])
 def test_the_executor_answers_as_the_original_code(loaded, samples, known, case):
     options = with_tier(loaded, MAX_CROPS[case]).options
