@@ -330,3 +330,8 @@ def test_bfloat16_answers_are_near(samples, known):
 def test_an_image_without_pixels_in_one_direction_is_refused(loaded, height, width):
     with pytest.raises(UserError, match="is too narrow"):
         loaded.front_end.sample(Image.new("RGB", (width, height)), "What is this?")
+
+
+def test_a_tier_without_crops_is_refused():
+    with pytest.raises(UserError, match="number of crops of a tier is 0"):
+        choose_tiling((300, 400), 0)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, require
 from groupwise.workloads.controller.model.images import (
     CropShape,
     ImageNormalization,
@@ -71,6 +71,7 @@ def choose_tiling(sides: Sides, max_crops: int) -> Tiling:
     All in float32, as published: exact arithmetic would choose otherwise where two tilings nearly tie, and some images
     would be a pixel larger.
     """
+    require(max_crops >= 1, "The number of crops of a tier", max_crops, "1 or more for MolmoE")
     candidates = sorted(
         ((rows, columns) for rows in range(1, max_crops + 1) for columns in range(1, max_crops // rows + 1)),
         key=lambda tiles: (tiles[0] * tiles[1], tiles[0]),
