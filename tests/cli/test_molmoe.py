@@ -208,6 +208,7 @@ def test_the_plan_refuses_what_cannot_be_loaded(tmp_path, capsys, damage, says):
     [
         ([str(ASSET), "--importance"], "--data is not given"),
         (["mosaic", "--importance", "--data", "rows.jsonl", "--images", "."], "is not a folder to write"),
+        ([str(ASSET), "--importance", "--data", "a", "--images", ".", "--output", "no/where"], "cannot be written"),
     ],
 )
 def test_importance_needs_data_and_a_place(capsys, arguments, says):

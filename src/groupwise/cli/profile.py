@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +18,9 @@ from groupwise.workloads.base import ReportTable
 
 if TYPE_CHECKING:
     from groupwise.latency.estimator import LatencyEstimator
+    from groupwise.workloads.controller.evaluate.importance import ImportanceReport
+
+_QUESTIONS_PER_PASS = 8
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,23 @@ def _estimator(options: ProfileArguments, as_json: bool) -> int:
 
 def _importance(options: ProfileArguments, as_json: bool) -> int:
     from groupwise.core.files import to_json
-    from groupwise.dist.devices import default_device
     from groupwise.dist.process import configure_process
+
+    output = _importance_file(options)
+    configure_process(options.threads)
+    with quiet_stdout(as_json):
+        report = _measure_importance(options)
+    found = {"drop_order": report.drop_order, **asdict(report), "data": str(options.data)}
+    output.write_text(to_json(found) + "\n")
+    if as_json:
+        print_json({"importance": str(output), **found})
+    else:
+        print_table(_importance_table(report, output))
+    return 0
+
+
+def _measure_importance(options: ProfileArguments) -> ImportanceReport:
+    from groupwise.dist.devices import default_device
     from groupwise.rewards.config import RewardFunctionsConfig
     from groupwise.training.progress import progress_bar
     from groupwise.workloads.controller.evaluate.importance import measure_importance
@@ -111,42 +131,37 @@ def _importance(options: ProfileArguments, as_json: bool) -> int:
     from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
     from groupwise.workloads.controller.tasks.vqa.task import load_for, training_questions
 
-    output = _importance_file(options)
-    configure_process(options.threads)
-    rewards = RewardFunctionsConfig(functions=(options.accuracy,))
     config = VqaConfig(
         model=options.model,
         questions=options.data,
         annotations=options.annotations,
         images=options.images,
         train_questions=options.questions,
-        rewards=rewards,
+        rewards=RewardFunctionsConfig(functions=(options.accuracy,)),
     )
-    with quiet_stdout(as_json):
-        loaded = load_for(config, default_device())
-        questions = training_questions(config, loaded)
-        with progress_bar(len(questions), f"{len(questions)} questions to {options.model}") as bar:
-            report = measure_importance(
-                loaded,
-                questions,
-                grade_questions(rewards),
-                max_new_tokens=config.max_new_tokens,
-                rows_per_pass=1,
-                after_pass=bar.advance,
-            )
-    found = {"drop_order": report.drop_order, **asdict(report), "data": str(options.data)}
-    output.write_text(to_json(found) + "\n")
-    if as_json:
-        print_json({"importance": str(output), **found})
-    else:
-        rows = [[str(row.block), f"{row.accuracy_lost:+.3f}", f"{row.divergence:.3f}"] for row in report.blocks]
-        columns = ["block", "accuracy lost", "divergence"]
-        note = (
-            f"Of {report.questions} questions at tier {report.tier}, {report.accuracy:.3f} right with all blocks. Each"
-            " block was dropped alone; the first one always runs. Loading the model reads the order from this file."
+    loaded = load_for(config, default_device())
+    questions = training_questions(config, loaded)
+    passes = math.ceil(len(questions) / _QUESTIONS_PER_PASS)
+    with progress_bar(passes, f"{len(questions)} questions to {options.model}") as bar:
+        return measure_importance(
+            loaded,
+            questions,
+            grade_questions(config.rewards),
+            max_new_tokens=config.max_new_tokens,
+            rows_per_pass=_QUESTIONS_PER_PASS,
+            after_pass=bar.advance,
         )
-        print_table(ReportTable(f"{output}: the least important block first", columns, rows, note))
-    return 0
+
+
+def _importance_table(report: ImportanceReport, output: Path) -> ReportTable:
+    rows = [[str(row.block), f"{row.accuracy_lost:+.3f}", f"{row.divergence:.3f}"] for row in report.blocks]
+    note = (
+        f"Of {report.questions} questions at tier {report.tier}, {report.accuracy:.3f} right with all blocks. Each"
+        " block was dropped alone; the first one always runs. Loading the model reads the order from importance.json."
+    )
+    return ReportTable(
+        f"{output}: the least important block first", ["block", "accuracy lost", "divergence"], rows, note
+    )
 
 
 def _importance_file(options: ProfileArguments) -> Path:
@@ -159,7 +174,12 @@ def _importance_file(options: ProfileArguments) -> Path:
     folder = Path(options.model)
     if options.output is None and not folder.is_dir():
         raise UserError(f"{options.model!r} is not a folder to write importance.json into. Name a file with --output.")
-    return options.output or folder / "importance.json"
+    output = options.output or folder / "importance.json"
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(
+            f"{output} cannot be written: there is no such folder, or it is read-only. Name another --output."
+        )
+    return output
 
 
 def _metrics(estimator: LatencyEstimator, output: Path, seconds: float) -> dict[str, Any]:
