@@ -51,6 +51,8 @@ class ModelSource:
     dtype: str = "float32"
     prompt: str = "{question}"
     """What goes to the model for a question."""
+    published_crop_rule: bool = False
+    """As `load_model` takes it."""
 
 
 class PartialAnswers(Protocol):

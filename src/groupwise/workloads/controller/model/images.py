@@ -25,8 +25,8 @@ _MAX_ASPECT_RATIO = 200
 _FIRST_SIDEWAYS_ORIENTATION = 5
 _SPARE = 2
 """How many times the sides of the finest tier are kept when an image is shrunk."""
-CropShape = tuple[int, int, int, int]
-"""Crops, channels, height and width of a tier."""
+CropShape = tuple[int, ...]
+"""Crops, channels, height and width of a tier; then what else the number of its tokens depends on."""
 Sides = tuple[int, int]
 """Height and width."""
 
@@ -81,7 +81,7 @@ class LazyCrops(Mapping[str, Tensor]):
 
     def work(self, tier: str) -> float:
         """What cutting a tier is proportional to: millions of pixels that are read and written."""
-        crops, _, height, width = self.shapes[tier]
+        crops, _, height, width = self.shapes[tier][:4]
         return (self._source_pixels + crops * height * width) / 1e6
 
 
@@ -232,7 +232,8 @@ def resize_by_tier(
 
     @cache
     def cut(tier: str) -> Tensor:
-        return _normalize(_resize([image.pixels], shapes[tier][2:]), normalization)
+        _, _, height, width = shapes[tier]
+        return _normalize(_resize([image.pixels], (height, width)), normalization)
 
     def whole() -> Tensor:
         return _normalize(_resize([image.pixels], (OVERVIEW_SIDE, OVERVIEW_SIDE)), normalization)[0]

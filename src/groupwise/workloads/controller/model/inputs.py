@@ -16,7 +16,13 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
-from groupwise.workloads.controller.model.images import ImageNormalization, SourceImage, crop_shapes, open_image
+from groupwise.workloads.controller.model.images import (
+    ImageNormalization,
+    LazyCrops,
+    SourceImage,
+    crop_shapes,
+    open_image,
+)
 
 if TYPE_CHECKING:
     from groupwise.workloads.controller.model.load import LoadedModel
@@ -75,19 +81,31 @@ class TransformersFrontEnd:
         generator, vocabulary = torch.Generator().manual_seed(0), loaded.adapter.text_config.vocab_size
         neutral = ImageNormalization((0.5,) * 3, (0.5,) * 3)
         channels = getattr(model.config.vision_config, "num_channels", 3)
-        crops = {
-            tier: pixels[:, :channels].to(model.device, model.dtype)
-            for tier, pixels in loaded.adapter.crop(open_image(self._noise_image()), loaded.options, neutral).items()
-        }
+        images = [
+            _ready(loaded.adapter.crop(open_image(noise), loaded.options, neutral), channels, model)
+            for noise in self._noise_images(len(question_tokens))
+        ]
         questions = [torch.randint(vocabulary, (length,), generator=generator) for length in question_tokens]
-        return [Sample(f"noise {index}", crops, tuple(ids.tolist())) for index, ids in enumerate(questions)]
+        return [
+            Sample(f"noise {index}", images[index % len(images)], tuple(ids.tolist()))
+            for index, ids in enumerate(questions)
+        ]
 
-    def _noise_image(self) -> Image.Image:
-        """As large as the finest tier can use."""
+    def _noise_images(self, most: int) -> list[Image.Image]:
+        """As large as the finest tier can use; of several shapes where the number of crops depends on the shape."""
         vision, pixels = self._loaded.model.config.vision_config, self._loaded.options.pixels
         side = max([getattr(vision, "image_size", 0) * 4, *(isqrt(count) for count in pixels.values())])
-        noise = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-        return Image.fromarray(noise.numpy())
+        generator = torch.Generator().manual_seed(0)
+        parts = self._loaded.adapter.probe_shapes[:most]
+        shapes = [(round(side * height), round(side * width)) for height, width in parts]
+        noise = [torch.randint(256, (*shape, 3), generator=generator, dtype=torch.uint8) for shape in shapes]
+        return [Image.fromarray(pixels.numpy()) for pixels in noise]
+
+
+def _ready(crops: LazyCrops, channels: int, model: Any) -> LazyCrops:
+    """Cut already, and where the model is: timing starts behind it."""
+    cut = {tier: pixels[:, :channels].to(model.device, model.dtype) for tier, pixels in crops.items()}
+    return LazyCrops(crops.shapes, cut.__getitem__)
 
 
 def open_for(loaded: LoadedModel, image: Path | str | Image.Image) -> SourceImage:

@@ -143,7 +143,11 @@ def load_controller(
     config = _read_config(folder)
     if not isinstance(model, LoadedModel):
         source = _source(config)
-        model = load_model(model or source.model, dtype=getattr(torch, source.dtype))
+        model = load_model(
+            model or source.model,
+            dtype=getattr(torch, source.dtype),
+            published_crop_rule=source.published_crop_rule,
+        )
     settings = read_settings(folder, config, model, estimator=estimator, allow_mismatch=allow_mismatch)
     return model, settings, load_policy(weights, settings)
 
@@ -198,7 +202,7 @@ def read_settings(
 
 
 def _source(config: Mapping[str, Any]) -> ModelSource:
-    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource)})
+    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource) if entry.name in config})
 
 
 def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:

@@ -16,10 +16,12 @@ from groupwise.workloads.controller.model.adapters.base import (
     full_top_k,
 )
 from groupwise.workloads.controller.model.adapters.llava import LlavaAdapter
+from groupwise.workloads.controller.model.adapters.molmoe import MolmoeAdapter
 from groupwise.workloads.controller.model.adapters.qwen import QwenAdapter
 
-FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
+FAMILIES: dict[str, type[LlavaAdapter] | type[MolmoeAdapter] | type[QwenAdapter]] = {
     "LlavaForConditionalGeneration": LlavaAdapter,
+    "MolmoeForConditionalGeneration": MolmoeAdapter,
     "Qwen3VLForConditionalGeneration": QwenAdapter,
     "Qwen3VLMoeForConditionalGeneration": QwenAdapter,
 }
@@ -51,6 +53,7 @@ __all__ = [
     "Encoded",
     "LlavaAdapter",
     "ModelAdapter",
+    "MolmoeAdapter",
     "Prompt",
     "QwenAdapter",
     "Sample",

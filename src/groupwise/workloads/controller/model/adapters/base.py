@@ -16,8 +16,6 @@ from groupwise.workloads.controller.model.images import CropShape, ImageNormaliz
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 _LATEST_INSERTION_POSITION = 5
-# Measured on MolmoE, which has 16 blocks.
-_DROPPED_FIRST_OF_16 = (4, 13, 10, 2)
 
 
 @dataclass(frozen=True)
@@ -93,6 +91,16 @@ class ModelAdapter(Protocol):
     blocks: nn.ModuleList
     text_config: Any
 
+    @property
+    def published_drop_order(self) -> Sequence[int]:
+        """The blocks of this very model that others have found to matter least; empty where nothing is known."""
+        ...
+
+    @property
+    def probe_shapes(self) -> Sequence[tuple[float, float]]:
+        """Heights and widths of images to time answers with, as parts of their longest side."""
+        ...
+
     def encode(
         self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Float[Tensor, "tokens width"]] | None = None
     ) -> Encoded:
@@ -151,6 +159,14 @@ class TextModelMixin:
         _mark_renormalizing(self.blocks)
 
     @property
+    def published_drop_order(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def probe_shapes(self) -> Sequence[tuple[float, float]]:
+        return ((1.0, 1.0),)
+
+    @property
     def device(self) -> torch.device:
         return self.text.norm.weight.device
 
@@ -174,11 +190,11 @@ class TextModelMixin:
 
 def default_options(adapter: ModelAdapter, drop_order: Sequence[int] | None = None) -> KnobOptions:
     """Up to a quarter of the blocks can be dropped, top-k goes down to half, insertion positions are 1 to 5, and the
-    tiers are the family's. Without a measured `drop_order` it is a guess.
+    tiers are the family's. Without a measured `drop_order` it is the published one, completed by a guess.
     """
     total, top_k = len(adapter.blocks), full_top_k(adapter)
     latest = max(1, min(_LATEST_INSERTION_POSITION, total - 1 - total // 4))
-    order = tuple(default_drop_order(total) if drop_order is None else drop_order)
+    order = tuple(default_drop_order(total, adapter.published_drop_order) if drop_order is None else drop_order)
     tiers = adapter.tiers()
     return KnobOptions(
         crops_by_tier=tiers["crops_by_tier"],
@@ -193,13 +209,12 @@ def default_options(adapter: ModelAdapter, drop_order: Sequence[int] | None = No
     )
 
 
-def default_drop_order(total_blocks: int) -> list[int]:
-    """A guess, to be replaced by a measurement on the model: blocks near two thirds of the depth are dropped first, the
-    first and the last block never. With 16 blocks, MolmoE's measured order comes first.
+def default_drop_order(total_blocks: int, published: Sequence[int] = ()) -> list[int]:
+    """What is published comes first. The rest is a guess, to be replaced by a measurement on the model: blocks near two
+    thirds of the depth are dropped first, the first and the last block never.
     """
-    measured = _DROPPED_FIRST_OF_16 if total_blocks == 16 else ()
-    rest = [block for block in range(1, total_blocks - 1) if block not in measured]
-    return [*measured, *sorted(rest, key=lambda block: abs(block - 2 * total_blocks / 3))]
+    rest = [block for block in range(1, total_blocks - 1) if block not in published]
+    return [*published, *sorted(rest, key=lambda block: abs(block - 2 * total_blocks / 3))]
 
 
 def full_top_k(adapter: ModelAdapter) -> int:
