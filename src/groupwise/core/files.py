@@ -9,6 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+_CACHE_VARIABLE = "GROUPWISE_CACHE"
+
+
+def cache_folder() -> Path:
+    """The folder of things that can be computed again: $GROUPWISE_CACHE, or ~/.cache/groupwise."""
+    return Path(os.environ.get(_CACHE_VARIABLE) or Path.home() / ".cache" / "groupwise")
+
 
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file: after a crash it holds the old content or the new, never a part of it."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
-from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
+from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample, image_side
 from groupwise.workloads.controller.model.images import ImageNormalization, SourceImage, crop_shapes, open_image
 
 if TYPE_CHECKING:
@@ -77,17 +77,18 @@ class TransformersFrontEnd:
         channels = getattr(model.config.vision_config, "num_channels", 3)
         crops = {
             tier: pixels[:, :channels].to(model.device, model.dtype)
-            for tier, pixels in loaded.adapter.crop(open_image(self._noise_image()), loaded.options, neutral).items()
+            for tier, pixels in loaded.adapter.crop(open_image(noise_image(loaded)), loaded.options, neutral).items()
         }
         questions = [torch.randint(vocabulary, (length,), generator=generator) for length in question_tokens]
         return [Sample(f"noise {index}", crops, tuple(ids.tolist())) for index, ids in enumerate(questions)]
 
-    def _noise_image(self) -> Image.Image:
-        """As large as the finest tier can use."""
-        vision, pixels = self._loaded.model.config.vision_config, self._loaded.options.pixels
-        side = max([getattr(vision, "image_size", 0) * 4, *(isqrt(count) for count in pixels.values())])
-        noise = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-        return Image.fromarray(noise.numpy())
+
+def noise_image(loaded: LoadedModel) -> Image.Image:
+    """As large as the finest tier can use."""
+    sides, pixels = loaded.model.config.vision_config, loaded.options.pixels
+    side = max([image_side(sides) * 4, *(isqrt(count) for count in pixels.values())])
+    noise = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return Image.fromarray(noise.numpy())
 
 
 def open_for(loaded: LoadedModel, image: Path | str | Image.Image) -> SourceImage:
@@ -125,7 +126,8 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
     index = ids.index(image_id)
     if index + 1 == len(ids):
         raise UserError(f"Nothing follows the image token {image_token!r} in the prompt. Put the question after it.")
-    return ids[:index], ids[index + 1 :]
+    before, after = loaded.adapter.image_delimiters(tokenizer)
+    return ids[:index] + before, after + ids[index + 1 :]
 
 
 def _image_token_error(image_token: str, count: int, *, has_template: bool) -> str:

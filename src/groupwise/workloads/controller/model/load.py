@@ -20,6 +20,7 @@ from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.inputs import FrontEnd, TransformersFrontEnd
 from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.model.self_check import check_model
 from groupwise.workloads.controller.tasks import EMBEDDED_MODELS
 from groupwise.workloads.hub import load_from_hub, resolve_model, weights_fingerprint
 
@@ -57,7 +58,7 @@ def load_model(
     name: str | Path, *, dtype: torch.dtype | str = torch.float32, device: torch.device | str | None = None
 ) -> LoadedModel:
     """An embedded model by its name, or one in a folder or on the hub; by default on the accelerator if there is one.
-    `dtype` "auto" is the one that it was saved in.
+    `dtype` "auto" is the one that it was saved in. A model that the executor would answer wrongly is refused.
     """
     device = device or default_device()
     if str(name) in EMBEDDED_MODELS:
@@ -69,7 +70,7 @@ def load_model(
     check_family(family, config)
     model = _weights(source, family, dtype).to(device).eval()
     adapter, drop_order = adapter_for(model), _drop_order(source)
-    return LoadedModel(
+    loaded = LoadedModel(
         name=source,
         model=model,
         adapter=adapter,
@@ -78,6 +79,8 @@ def load_model(
         tokenizer=_tokenizer(source),
         normalization=_normalization(source),
     )
+    check_model(loaded)
+    return loaded
 
 
 def read_config(source: str) -> Any:

@@ -14,12 +14,16 @@ from groupwise.workloads.controller.model.adapters.base import (
     default_options,
     dense_blocks,
     full_top_k,
+    image_side,
 )
-from groupwise.workloads.controller.model.adapters.llava import LlavaAdapter
+from groupwise.workloads.controller.model.adapters.llava import InternVLAdapter, LlavaAdapter
 from groupwise.workloads.controller.model.adapters.qwen import QwenAdapter
 
 FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
+    "InternVLForConditionalGeneration": InternVLAdapter,
     "LlavaForConditionalGeneration": LlavaAdapter,
+    "Qwen2VLForConditionalGeneration": QwenAdapter,
+    "Qwen2_5_VLForConditionalGeneration": QwenAdapter,
     "Qwen3VLForConditionalGeneration": QwenAdapter,
     "Qwen3VLMoeForConditionalGeneration": QwenAdapter,
 }
@@ -49,6 +53,7 @@ def check_family(name: str, config: Any) -> None:
 __all__ = [
     "FAMILIES",
     "Encoded",
+    "InternVLAdapter",
     "LlavaAdapter",
     "ModelAdapter",
     "Prompt",
@@ -60,4 +65,5 @@ __all__ = [
     "default_options",
     "dense_blocks",
     "full_top_k",
+    "image_side",
 ]

@@ -1,4 +1,4 @@
-"""LLaVA: a vision tower that takes crops of one size, a projector and a text model."""
+"""LLaVA and InternVL: a vision tower that takes crops of one size, a projector and a text model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.workloads.controller.model.adapters.base import Encoded, Prompt, Sample, TextModelMixin
+from groupwise.core.errors import UserError
+from groupwise.workloads.controller.model.adapters.base import (
+    Encoded,
+    Prompt,
+    Sample,
+    TextModelMixin,
+    image_side,
+    patch_side,
+)
 from groupwise.workloads.controller.model.images import (
     CropShape,
     ImageNormalization,
@@ -23,7 +31,17 @@ from groupwise.workloads.controller.model.knobs import KnobOptions
 
 
 class LlavaAdapter(TextModelMixin):
-    """`LlavaForConditionalGeneration` with any text model that has rotary positions."""
+    """`LlavaForConditionalGeneration` with a vision tower of one image size and a text model with rotary positions."""
+
+    def __init__(self, model: Any):
+        vision = model.config.vision_config
+        if vision.model_type == "pixtral":
+            raise UserError(
+                f"{type(model).__name__} with the vision tower {vision.model_type!r} cannot be controlled: the tower"
+                " takes images of any size, where this adapter cuts crops of one size. Take a model that"
+                " docs/model-families.md lists as equal."
+            )
+        super().__init__(model)
 
     def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
         overviews = {id(sample.crops_by_tier): sample.crops_by_tier[tier][:1] for sample, tier in inputs}
@@ -36,10 +54,14 @@ class LlavaAdapter(TextModelMixin):
         prompts = []
         for sample, tier in inputs:
             image_id = id(sample.crops_by_tier)
-            image = torch.cat([features_of[image_id], features_of[image_id, tier]]).flatten(0, 1)
+            image = self._arrange(features_of[image_id], features_of[image_id, tier]).flatten(0, 1)
             states = self._insert_image(sample, image)
             prompts.append(Prompt(states, torch.arange(len(states))[None], len(states)))
         return Encoded(prompts, len(pixels))
+
+    def _arrange(self, overview: Tensor, details: Tensor) -> Tensor:
+        """Crops, or what the tower made of them, in the order in which the text model sees them."""
+        return torch.cat([overview, details])
 
     @property
     def _feature_choice(self) -> dict[str, Any]:
@@ -49,9 +71,10 @@ class LlavaAdapter(TextModelMixin):
             "vision_feature_select_strategy": config.vision_feature_select_strategy,
         }
 
-    def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.text.rotary_emb(self.text.norm.weight[None, None], position_ids.to(self.device))
-        return cosines, sines
+    def stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
+        crops = sample.crops_by_tier[tier].to(self.device, self.model.dtype)
+        ids = self._token_ids(sample, self.image_tokens(crops.shape), answer)
+        return {"input_ids": ids, "pixel_values": self._arrange(crops[:1], crops[1:])}
 
     def tiers(self) -> dict[str, Mapping[str, int]]:
         return {"crops_by_tier": {"low": 3, "medium": 6, "high": 12}}
@@ -68,11 +91,38 @@ class LlavaAdapter(TextModelMixin):
     @property
     def _crop_sides(self) -> dict[str, int]:
         vision = self.model.config.vision_config
-        return {"side": vision.image_size, "patch": vision.patch_size}
+        return {"side": image_side(vision), "patch": patch_side(vision)}
 
     def image_tokens(self, shape: Sequence[int]) -> int:
+        return shape[0] * self._tokens_per_crop
+
+    @property
+    def _tokens_per_crop(self) -> int:
         vision, tower = self.model.config.vision_config, self.model.model.vision_tower
-        patches = (vision.image_size // vision.patch_size) ** 2
+        patches = (image_side(vision) // patch_side(vision)) ** 2
         has_class_token = any(name.endswith("class_embedding") for name, _ in tower.named_parameters())
         drops_first_token = self.model.config.vision_feature_select_strategy == "default"
-        return shape[0] * (patches + has_class_token - drops_first_token)
+        return patches + has_class_token - drops_first_token
+
+
+class InternVLAdapter(LlavaAdapter):
+    """`InternVLForConditionalGeneration`: the overview comes last, and 2 x 2 patches become one token."""
+
+    def _arrange(self, overview: Tensor, details: Tensor) -> Tensor:
+        return torch.cat([details, overview])
+
+    @property
+    def _tokens_per_crop(self) -> int:
+        vision = self.model.config.vision_config
+        return int(image_side(vision) // patch_side(vision) * self.model.config.downsample_ratio) ** 2
+
+    def image_delimiters(self, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        names = ("start_image_token", "end_image_token")
+        tokens = [getattr(tokenizer, name, None) for name in names]
+        if None in tokens:
+            raise UserError(
+                f"The tokenizer of this InternVL has no {names[tokens.index(None)]}, which belongs beside the image."
+                " Take the tokenizer that was saved with the model."
+            )
+        before, after = tokenizer.convert_tokens_to_ids(tokens)
+        return (before,), (after,)
