@@ -51,6 +51,8 @@ class ModelSource:
     dtype: str = "float32"
     prompt: str = "{question}"
     """What goes to the model for a question."""
+    exif_orientation: bool = True
+    """Images are rotated as their EXIF data says."""
 
 
 class PartialAnswers(Protocol):

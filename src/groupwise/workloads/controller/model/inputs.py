@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isqrt
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -16,13 +14,16 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample, image_side
-from groupwise.workloads.controller.model.images import ImageNormalization, SourceImage, crop_shapes, open_image
+from groupwise.workloads.controller.model.images import (
+    ImageInput,
+    ImageNormalization,
+    SourceImage,
+    crop_shapes,
+    open_image,
+)
 
 if TYPE_CHECKING:
     from groupwise.workloads.controller.model.load import LoadedModel
-
-ImageInput = Path | str | Image.Image | Tensor | np.ndarray[Any, Any]
-"""A file or an image; some front ends also take pixels, height x width."""
 
 
 class FrontEnd(Protocol):
@@ -52,11 +53,6 @@ class TransformersFrontEnd:
         which the image token says where the image is.
         """
         loaded = self._loaded
-        if isinstance(image, Tensor | np.ndarray):
-            raise UserError(
-                f"The image is an array of shape {tuple(image.shape)}: {loaded.name!r} takes a file or a PIL image,"
-                " which it crops and normalizes itself. Make one with PIL.Image.fromarray."
-            )
         normalization = check_processors(loaded)
         prefix_ids, question_ids = prompt_token_ids(text, loaded)
         source = open_for(loaded, image)
@@ -91,9 +87,10 @@ def noise_image(loaded: LoadedModel) -> Image.Image:
     return Image.fromarray(noise.numpy())
 
 
-def open_for(loaded: LoadedModel, image: Path | str | Image.Image) -> SourceImage:
+def open_for(loaded: LoadedModel, image: ImageInput) -> SourceImage:
     """An image with no more pixels than the finest tier of a model can use."""
-    return open_image(image, partial(loaded.adapter.finest_sides, options=loaded.options))
+    finest = partial(loaded.adapter.finest_sides, options=loaded.options)
+    return open_image(image, finest, exif_orientation=loaded.exif_orientation)
 
 
 def check_processors(loaded: LoadedModel) -> ImageNormalization:

@@ -42,6 +42,8 @@ class LoadedModel:
     """None where the model came without one."""
     normalization: ImageNormalization | None = None
     """None where the model came without an image processor."""
+    exif_orientation: bool = True
+    """Images are rotated as their EXIF data says."""
     make_front_end: Callable[[LoadedModel], FrontEnd] = TransformersFrontEnd
 
     @cached_property

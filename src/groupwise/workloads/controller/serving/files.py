@@ -140,9 +140,10 @@ def load_controller(
 ) -> tuple[LoadedModel, ControllerSettings, ControllerNetwork]:
     """The frozen model (loaded by the name in config.json unless it is given), the settings and the network."""
     config = _read_config(folder)
+    source = _source(config)
     if not isinstance(model, LoadedModel):
-        source = _source(config)
         model = load_model(model or source.model, dtype=getattr(torch, source.dtype))
+    model = replace(model, exif_orientation=source.exif_orientation)
     settings = read_settings(folder, config, model, estimator=estimator, allow_mismatch=allow_mismatch)
     return model, settings, load_policy(weights, settings)
 
@@ -197,7 +198,7 @@ def read_settings(
 
 
 def _source(config: Mapping[str, Any]) -> ModelSource:
-    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource)})
+    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource) if entry.name in config})
 
 
 def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:

@@ -174,7 +174,7 @@ def test_bad_files_are_reported_with_the_line(model, data, tmp_path):
         ("{", r"lines.jsonl, line 1: it is not JSON"),
         ('\n{"image": "a.jpg"}', r"lines.jsonl, line 2: it has no column 'question'"),
         ('{"image": "a.jpg", "question": " "}', r"line 1: its question is ' '"),
-        ('{"image": "a.jpg", "question": "what", "answers": "yes"}', r"line 1: .*answers a list of texts"),
+        ('{"image": "a.jpg", "question": "what", "answers": 3}', r"line 1: .*answers a text or a list of texts"),
         ("", "holds no usable row"),
     ):
         lines.write_text(content)

@@ -28,8 +28,8 @@ _MAX_IMAGE_TOKENS = 1024
 class QwenAdapter(TextModelMixin):
     """Qwen3-VL, with experts or dense, and the dense Qwen2.5-VL and Qwen2-VL.
 
-    The vision tower of Qwen3-VL also returns deepstack features, which are added to the image's tokens after the first blocks. They
-    are tied to a block's index in the whole model: dropping a block neither shifts nor removes them.
+    The vision tower of Qwen3-VL also returns deepstack features, which are added to the image's tokens after the first
+    blocks. They are tied to a block's index in the whole model: dropping a block neither shifts nor removes them.
     """
 
     def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
