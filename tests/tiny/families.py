@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 from groupwise.core.errors import UserError
+from groupwise.workloads.controller.model.adapters import FAMILIES as ADAPTERS
 from groupwise.workloads.controller.model.adapters import adapter_for, default_options
 from groupwise.workloads.controller.model.load import LoadedModel
 from groupwise.workloads.controller.model.self_check import compare
@@ -212,6 +214,23 @@ def randomized(model: Any) -> Any:
     return model.eval()
 
 
+SLIDING: Mapping[str, Mapping[str, Any]] = {
+    "mistral": {},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 0},
+    "qwen3": {"use_sliding_window": True, "max_window_layers": 0},
+    "olmo3": {},
+    "phi3": {},
+    "gemma3_text": {},
+    "cohere2": {},
+    "exaone4": {},
+    "smollm3": {"use_sliding_window": True},
+    "starcoder2": {},
+    "mixtral": {},
+    "dots1": {},
+}
+"""Text models that can have sliding windows, and the settings that turn them on."""
+
+
 def outcome(build: Callable[[], Any]) -> str:
     """`equal`, or why the model is refused."""
     try:
@@ -220,6 +239,22 @@ def outcome(build: Callable[[], Any]) -> str:
         loaded = LoadedModel("tiny", model, adapter, default_options(adapter), drop_order_is_measured=False)
         compare(loaded)
     except UserError as error:
-        return f"refused: {error}"
-    unavailable = "top_k" in loaded.options.unavailable and loaded.options.full_top_k > 0
+        return f"refused: {str(error).split('cannot be controlled: ')[1].split('. ')[0]}"
+    unavailable = "top_k" in loaded.options.unavailable and loaded.options.full_top_k > 1
     return "equal, without the top-k knob" if unavailable else "equal"
+
+
+def classes_without_adapter() -> list[str]:
+    """transformers' classes of images and text to text that `load_model` refuses by name."""
+    return sorted(set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()) - set(ADAPTERS))
+
+
+def table(outcomes: Mapping[str, str]) -> str:
+    """The table of docs/model-families.md."""
+    rows = [f"| {name} | {result} |" for name, result in outcomes.items()]
+    return "\n".join(["| family | |", "|---|---|", *rows])
+
+
+if __name__ == "__main__":
+    print(table({name: outcome(build) for name, build in FAMILIES.items()}))
+    print(", ".join(f"`{name}`" for name in classes_without_adapter()))

@@ -71,8 +71,8 @@ def _check_supported_experts(experts: Any) -> None:
     unsupported = [reason for reason, is_so in reasons.items() if is_so]
     if unsupported:
         raise UserError(
-            f"A model with {type(experts).__name__} cannot be controlled: they {', '.join(unsupported)}. The executor"
-            " runs gated experts without. Take a model that docs/model-families.md lists as equal."
+            f"A model with {type(experts).__name__} cannot be controlled: its experts {', '.join(unsupported)}. The"
+            " executor runs gated experts without. Take a model that docs/model-families.md lists as equal."
         )
 
 
