@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -252,9 +253,9 @@ def classes_without_adapter() -> list[str]:
 def table(outcomes: Mapping[str, str]) -> str:
     """The table of docs/model-families.md."""
     rows = [f"| {name} | {result} |" for name, result in outcomes.items()]
-    return "\n".join(["| family | |", "|---|---|", *rows])
+    return "\n".join(["| family | result |", "|---|---|", *rows])
 
 
 if __name__ == "__main__":
-    print(table({name: outcome(build) for name, build in FAMILIES.items()}))
-    print(", ".join(f"`{name}`" for name in classes_without_adapter()))
+    sys.stdout.write(table({name: outcome(build) for name, build in FAMILIES.items()}) + "\n")
+    sys.stdout.write(", ".join(f"`{name}`" for name in classes_without_adapter()) + "\n")

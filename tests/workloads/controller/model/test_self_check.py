@@ -6,7 +6,6 @@ from tiny.families import llava
 from tiny.llava import color_llava, save_llava, tokenizer
 from torch import tensor
 from torch.testing import assert_close
-from transformers import SiglipImageProcessor
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
@@ -90,12 +89,19 @@ def test_a_folder_is_checked_once(tmp_path, monkeypatch):
 def test_a_refused_folder_exits_with_code_2(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("GROUPWISE_CACHE", str(tmp_path / "cache"))
     llava("gemma2").save_pretrained(tmp_path / "model")
-    tokenizer().save_pretrained(tmp_path / "model")
-    SiglipImageProcessor().save_pretrained(tmp_path / "model")
     assert main(["profile", str(tmp_path / "model"), "--seconds", "1"]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "with the text model 'gemma2') cannot be controlled: This model's attention uses softcap" in told
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(UserError, match="is one of another model: it has no token 63, which stands for the image"):
+        compare(loaded(llava(), tokenizer=tokenizer(), normalization=NORMALIZATION))
+    small = color_llava()
+    small.config.text_config.vocab_size = 4  # of 40 words
+    with pytest.raises(UserError, match="it gives the token 39, and the model knows 4 tokens"):
+        compare(loaded(small, tokenizer=tokenizer(), normalization=NORMALIZATION))
 
 
 def test_fewer_experts_by_hand():

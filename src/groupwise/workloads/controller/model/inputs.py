@@ -108,6 +108,8 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
     """Token ids before and after the image."""
     tokenizer, image_id = loaded.tokenizer, loaded.model.config.image_token_id
     image_token = tokenizer.convert_ids_to_tokens(image_id)
+    if image_token is None:
+        raise _foreign_tokenizer_error(loaded, f"it has no token {image_id}, which stands for the image")
     if not text.replace(image_token, "").strip():
         raise UserError("The question is empty. Ask something about the image.")
     has_template, prompt = tokenizer.chat_template is not None, text
@@ -118,6 +120,9 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
         )
     has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
     ids = tuple(tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"])
+    words = loaded.adapter.text_config.vocab_size
+    if max(ids) >= words:
+        raise _foreign_tokenizer_error(loaded, f"it gives the token {max(ids)}, and the model knows {words} tokens")
     if ids.count(image_id) != 1:
         raise UserError(_image_token_error(image_token, ids.count(image_id), has_template=has_template))
     index = ids.index(image_id)
@@ -125,6 +130,13 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
         raise UserError(f"Nothing follows the image token {image_token!r} in the prompt. Put the question after it.")
     before, after = loaded.adapter.image_delimiters(tokenizer)
     return ids[:index] + before, after + ids[index + 1 :]
+
+
+def _foreign_tokenizer_error(loaded: LoadedModel, reason: str) -> UserError:
+    return UserError(
+        f"The tokenizer of {loaded.name!r} is one of another model: {reason}. Put the files of the model's own tokenizer"
+        " into its folder."
+    )
 
 
 def _image_token_error(image_token: str, count: int, *, has_template: bool) -> str:
