@@ -134,8 +134,8 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
 
 def _foreign_tokenizer_error(loaded: LoadedModel, reason: str) -> UserError:
     return UserError(
-        f"The tokenizer of {loaded.name!r} is one of another model: {reason}. Put the files of the model's own tokenizer"
-        " into its folder."
+        f"The tokenizer of {loaded.name!r} is one of another model: {reason}. Put the model's own tokenizer into its"
+        " folder."
     )
 
 
@@ -178,3 +178,17 @@ def stop_token_id(loaded: LoadedModel) -> int | None:
     holders = (loaded.tokenizer, loaded.adapter.text_config)
     ids = [getattr(holder, "eos_token_id", None) for holder in holders]
     return next((token for token in ids if isinstance(token, int)), None)
+
+
+__all__ = [
+    "FrontEnd",
+    "ImageInput",
+    "TransformersFrontEnd",
+    "check_length",
+    "check_processors",
+    "noise_image",
+    "open_for",
+    "prompt_length",
+    "prompt_token_ids",
+    "stop_token_id",
+]

@@ -168,9 +168,9 @@ def read_splits(config: VqaConfig, loaded: LoadedModel) -> QuestionSplits:
     """All three splits. Images of the test split are checked now, not after hours of training."""
     assert config.questions is not None
     row_filter = RowFilter(config.on_bad_row, "--workload.on-bad-row")
-    questions = find_rows_file(config.questions)
-    images = config.images or questions.parent
-    entries = read_entries(questions, config.annotations, images, config.image_name, row_filter)
+    rows_file = find_rows_file(config.questions)
+    images = config.images or rows_file.parent
+    entries = read_entries(rows_file, config.annotations, images, config.image_name, row_filter)
     if not entries:
         raise UserError(f"{config.questions} holds no questions. Name a file with at least one.")
     complete, errors = filter_entries(entries, skip=config.on_bad_row == "skip")
