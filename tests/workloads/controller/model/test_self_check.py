@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.workloads.controller.model.adapters import adapter_for, default_options
+from groupwise.workloads.controller.model.adapters import LlavaAdapter, adapter_for, default_options
 from groupwise.workloads.controller.model.adapters.experts import RouterRule, expert_module, router_of, router_rule
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.load import LoadedModel, load_model
@@ -33,6 +33,25 @@ def test_a_right_model_passes_with_the_inputs_of_its_front_end(dtype, template):
     words = tokenizer() if template else tokenizer(template=None)
     errors = compare(loaded(color_llava().to(dtype), tokenizer=words, normalization=NORMALIZATION))
     assert max(errors.values()) < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+class TextOfLlava(LlavaAdapter):
+    """As if transformers had no whole model, only its text model."""
+
+    def _stock_inputs(self, *_):
+        return None
+
+
+def test_where_transformers_has_only_the_text_model_that_is_compared():
+    model = color_llava()
+    adapter = TextOfLlava(model)
+    checked = LoadedModel("tiny", model, adapter, default_options(adapter), drop_order_is_measured=False)
+    assert max(compare(checked).values()) < 1e-5
+    text_of(model).layers[2].register_forward_hook(
+        lambda _module, _given, states: states - states.mean(1, keepdim=True)
+    )
+    with pytest.raises(UserError, match="the executor's logits differ"):
+        compare(checked)
 
 
 def test_what_a_text_model_computes_outside_its_blocks_is_noticed():
@@ -93,6 +112,12 @@ def test_a_refused_folder_exits_with_code_2(tmp_path, monkeypatch, capsys):
     told = " ".join(capsys.readouterr().err.split())
     assert "with the text model 'gemma2') cannot be controlled: This model's attention uses softcap" in told
     assert not (tmp_path / "cache").exists()
+
+
+def test_tiers_beyond_the_context_do_not_hinder_the_check():
+    model = color_llava()
+    model.config.text_config.max_position_embeddings = 40  # 4 crops of 4 tokens fit, 13 do not
+    compare(loaded(model, tokenizer=tokenizer(), normalization=NORMALIZATION))
 
 
 def test_a_tokenizer_of_another_model_is_refused():

@@ -7,7 +7,6 @@ prompts: batched, decoded, with all blocks and experts and with the fewest.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
-from jaxtyping import Float
-from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.files import cache_folder, write_atomic
@@ -27,6 +24,7 @@ from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
 from groupwise.workloads.controller.model.adapters.experts import expert_module, router_of
 from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor
 from groupwise.workloads.controller.model.inputs import noise_image
+from groupwise.workloads.controller.model.knobs import KnobOptions
 
 if TYPE_CHECKING:
     from groupwise.workloads.controller.model.load import LoadedModel
@@ -104,10 +102,18 @@ def _samples(loaded: LoadedModel) -> list[Sample]:
         image = loaded.model.config.image_token_id
         probes = loaded.front_end.probe_samples(_QUESTION_TOKENS)
         return [replace(probe, question_ids=tuple(t for t in probe.question_ids if t != image)) for probe in probes]
+    front_end = replace(loaded, options=_coarsest(loaded.options)).front_end
     noise, prompt = noise_image(loaded), "{question}"
     if loaded.tokenizer.chat_template is None:
         prompt = f"{loaded.tokenizer.convert_ids_to_tokens(loaded.model.config.image_token_id)} {prompt}"
-    return [loaded.front_end.sample(noise, prompt.replace("{question}", question)) for question in _QUESTIONS]
+    return [front_end.sample(noise, prompt.replace("{question}", question)) for question in _QUESTIONS]
+
+
+def _coarsest(options: KnobOptions) -> KnobOptions:
+    """With one tier: finer ones may be longer than the model's context, and are then left to the settings of a run."""
+    tier = options.cheapest.tier
+    pixels = {tier: options.pixels[tier]} if options.pixels else {}
+    return replace(options, crops_by_tier={tier: options.crops_by_tier[tier]}, pixels=pixels)
 
 
 @torch.inference_mode()
@@ -118,7 +124,7 @@ def _difference(
     image = adapter.model.config.image_token_id
     tokens = answer.tokens[: answer.tokens.index(image)] if image in answer.tokens else answer.tokens
     with _stock_knobs(adapter, path):
-        stock = _stock_logits(adapter, request, tokens[:-1]) if tokens else _stock_logits(adapter, request, ())
+        stock = adapter.stock_logits(request.sample, request.knobs.tier, tokens[:-1])
     first = answer.first_logits.float()
     spread = stock[0].std().clamp(min=1e-30)
     error = float((first - stock[0]).square().mean().sqrt() / spread)
@@ -128,17 +134,6 @@ def _difference(
         if logits.max() - logits[token] > 4 * tolerance * spread
     ]
     return Difference(error, wrong[0] if wrong else None)
-
-
-def _stock_logits(
-    adapter: ModelAdapter, request: AnswerRequest, answer: Sequence[int]
-) -> Float[Tensor, "answered words"]:
-    """Of the answer's first token, and of the token after each one that is given."""
-    inputs = adapter.stock_inputs(request.sample, request.knobs.tier, answer)
-    if "logits_to_keep" in inspect.signature(adapter.model.forward).parameters:
-        inputs["logits_to_keep"] = len(answer) + 1
-    logits: Tensor = adapter.model(**inputs, use_cache=False).logits[0]
-    return logits[-len(answer) - 1 :].float()
 
 
 @contextmanager

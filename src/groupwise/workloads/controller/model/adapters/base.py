@@ -145,8 +145,8 @@ class ModelAdapter(Protocol):
         """Token ids that belong right before and after the image, which chat templates leave to the processor."""
         ...
 
-    def stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
-        """What transformers' own forward takes for a prompt and the answer's first tokens."""
+    def stock_logits(self, sample: Sample, tier: str, answer: Sequence[int]) -> Float[Tensor, "answered words"]:
+        """What transformers' own forward says after a prompt, and after each of the answer's first tokens."""
         ...
 
 
@@ -202,6 +202,27 @@ class TextModelMixin:
     def image_delimiters(self, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Token ids that belong right before and after the image, which chat templates leave to the processor."""
         return (), ()
+
+    def stock_logits(self, sample: Sample, tier: str, answer: Sequence[int]) -> Float[Tensor, "answered words"]:
+        inputs, answered = self._stock_inputs(sample, tier, answer), len(answer) + 1
+        if inputs is None:
+            states = torch.cat(
+                [self.encode([(sample, tier)]).prompts[0].states, self.embed(torch.tensor(answer).long())]
+            )
+            hidden = self.text(inputs_embeds=states[None], use_cache=False).last_hidden_state[0, -answered:]
+            return self.model.lm_head(hidden).float()
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            inputs["logits_to_keep"] = answered
+        logits: Tensor = self.model(**inputs, use_cache=False).logits[0]
+        return logits[-answered:].float()
+
+    def _stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any] | None:
+        """What the whole model takes, the answer's first tokens included; None where transformers has no such model,
+        so that only its text model can be compared."""
+        return None
+
+    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+        raise NotImplementedError
 
     def _token_ids(self, sample: Sample, image_tokens: int, answer: Sequence[int]) -> Int64[Tensor, "1 tokens"]:
         """A whole prompt with its image tokens, and what has been answered."""

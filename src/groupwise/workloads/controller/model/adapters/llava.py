@@ -71,7 +71,7 @@ class LlavaAdapter(TextModelMixin):
             "vision_feature_select_strategy": config.vision_feature_select_strategy,
         }
 
-    def stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
+    def _stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
         crops = sample.crops_by_tier[tier].to(self.device, self.model.dtype)
         ids = self._token_ids(sample, self.image_tokens(crops.shape), answer)
         return {"input_ids": ids, "pixel_values": self._arrange(crops[:1], crops[1:])}

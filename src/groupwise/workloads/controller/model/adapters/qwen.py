@@ -52,7 +52,7 @@ class QwenAdapter(TextModelMixin):
             prompts.append(Prompt(states, position_ids, next_position, len(sample.prefix_ids), deepstacks[key]))
         return Encoded(prompts, len(images), len(patches))
 
-    def stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
+    def _stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
         image = sample.crops_by_tier[tier][0]
         ids = self._token_ids(sample, self.image_tokens(sample.crops_by_tier[tier].shape), answer)
         is_image = torch.zeros_like(ids, dtype=torch.int32)
