@@ -146,6 +146,21 @@ def internvl(text: str = "qwen2") -> Any:
     return randomized(transformers.InternVLForConditionalGeneration(config))
 
 
+def llava_next(text: str = "llama", vision: str = "clip_vision_model") -> Any:
+    torch.manual_seed(0)
+    vision_settings, features = VISION_MODELS[vision]
+    config = transformers.LlavaNextConfig(
+        vision_config=transformers.AutoConfig.for_model(vision, **{**VISION, **vision_settings}),
+        text_config=text_config(text),
+        image_token_index=IMAGE_TOKEN,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy=features,
+        image_grid_pinpoints=[[8, 16], [16, 8], [16, 16], [24, 8], [8, 24]],
+        tie_word_embeddings=False,
+    )
+    return randomized(transformers.LlavaNextForConditionalGeneration(config))
+
+
 def qwen_vl(version: str) -> Any:
     """Qwen2-VL, Qwen2.5-VL, Qwen3-VL or Qwen3-VL-MoE."""
     torch.manual_seed(0)
@@ -195,6 +210,8 @@ FAMILIES: Mapping[str, Callable[[], Any]] = {
     "LLaVA, phi3 with longrope": partial(
         llava, "phi3", rope_parameters={**LONG_ROPE, "original_max_position_embeddings": 128}
     ),
+    "LLaVA-NeXT, llama, CLIP": llava_next,
+    "LLaVA-NeXT, olmoe, SigLIP": partial(llava_next, "olmoe", "siglip_vision_model"),
     "InternVL, qwen2": internvl,
     "InternVL, qwen3_moe": partial(internvl, "qwen3_moe"),
     **{version: partial(qwen_vl, version) for version in VISION_FIELDS},

@@ -27,10 +27,14 @@ _MAX_ASPECT_RATIO = 200
 _FIRST_SIDEWAYS_ORIENTATION = 5
 _SPARE = 2
 """How many times the sides of the finest tier are kept when an image is shrunk."""
-CropShape = tuple[int, int, int, int]
-"""Crops, channels, height and width of a tier."""
+CropShape = tuple[int, ...]
+"""Crops, channels, height and width of a tier; then what else the number of its tokens depends on."""
 Sides = tuple[int, int]
 """Height and width."""
+Grid = tuple[int, int]
+"""Rows and columns of crops."""
+GridChoice = Callable[[int, int, int], Grid]
+"""Of so many crops, for an image of a height and width."""
 PixelArray = np.ndarray[Any, Any]
 ImageInput = Path | str | bytes | BytesIO | Image.Image | Tensor | PixelArray
 """A file, its bytes, a PIL image, or pixels: height x width, or height x width x 1, 3 or 4 colors."""
@@ -87,7 +91,7 @@ class LazyCrops(Mapping[str, Tensor]):
 
     def work(self, tier: str) -> float:
         """What cutting a tier is proportional to: millions of pixels that are read and written."""
-        crops, _, height, width = self.shapes[tier]
+        crops, _, height, width = self.shapes[tier][:4]
         return (self._source_pixels + crops * height * width) / 1e6
 
 
@@ -223,14 +227,22 @@ def _orientation(image: Image.Image) -> int:
     return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
-def grid_shapes(sides: Sides, counts: Mapping[str, int], *, side: int, patch: int) -> dict[str, CropShape]:
+def best_grid(count: int, height: int, width: int, grids: Sequence[Grid] | None = None) -> Grid:
+    """Rows and columns of `count` cells, of these if some are given, that are nearest to squares on such an image."""
+    grids = grids or [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
+    return min(grids, key=lambda grid: abs(math.log((width / grid[1]) / (height / grid[0]))))
+
+
+def grid_shapes(
+    sides: Sides, counts: Mapping[str, int], *, side: int, patch: int, grid_of: GridChoice = best_grid
+) -> dict[str, CropShape]:
     """The overview and the crops of each tier, all `side` pixels high and wide.
 
     Each crop must have at least one patch of pixels.
     """
     height, width = sides
     for tier, count in counts.items():
-        rows, columns = best_grid(count, height, width)
+        rows, columns = grid_of(count, height, width)
         if height < rows * patch or width < columns * patch:
             raise UserError(
                 f"An image of {width} x {height} pixels is too small for {count} crops at tier {tier!r}:"
@@ -240,26 +252,32 @@ def grid_shapes(sides: Sides, counts: Mapping[str, int], *, side: int, patch: in
     return {tier: (1 + count, 3, side, side) for tier, count in counts.items()}
 
 
-def largest_grid(sides: Sides, counts: Iterable[int], *, side: int) -> Sides:
+def largest_grid(sides: Sides, counts: Iterable[int], *, side: int, grid_of: GridChoice = best_grid) -> Sides:
     """Height and width of all crops together at the tier that has most of them in each direction."""
-    grids = [best_grid(count, *sides) for count in counts]
+    grids = [grid_of(count, *sides) for count in counts]
     return side * max(rows for rows, _ in grids), side * max(columns for _, columns in grids)
 
 
 def crop_by_tier(
-    image: SourceImage, counts: Mapping[str, int], *, side: int, patch: int, normalization: ImageNormalization
+    image: SourceImage,
+    counts: Mapping[str, int],
+    *,
+    side: int,
+    patch: int,
+    normalization: ImageNormalization,
+    grid_of: GridChoice = best_grid,
 ) -> LazyCrops:
     """For each tier the overview and its number of crops.
 
     The crops are a grid over the whole image, the one whose cells are nearest to squares: 12 are 3 rows of 4 on a 4:3
     image, 6 x 2 on a tall one.
     """
-    shapes = grid_shapes(image.sides, counts, side=side, patch=patch)
+    shapes = grid_shapes(image.sides, counts, side=side, patch=patch, grid_of=grid_of)
     overview = cache(lambda: _resize([image.pixels], (side, side)))
 
     @cache
     def cut(tier: str) -> Tensor:
-        cells = _grid_cells(image.pixels, *best_grid(counts[tier], *image.sides))
+        cells = _grid_cells(image.pixels, *grid_of(counts[tier], *image.sides))
         return _normalize(torch.cat([overview(), _resize(cells, (side, side))]), normalization)
 
     def whole() -> Tensor:
@@ -274,12 +292,6 @@ def _grid_cells(pixels: UInt8[Tensor, "height width 3"], rows: int, columns: int
     across = [round(width * x / columns) for x in range(columns + 1)]
     down = [round(height * y / rows) for y in range(rows + 1)]
     return [pixels[top:bottom, left:right] for top, bottom in pairwise(down) for left, right in pairwise(across)]
-
-
-def best_grid(count: int, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of `count` cells that are nearest to squares on an image of this size."""
-    grids = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
-    return min(grids, key=lambda grid: abs(math.log((width / grid[1]) / (height / grid[0]))))
 
 
 def resized_shapes(sides: Sides, pixels: Mapping[str, int], *, multiple: int) -> dict[str, CropShape]:
@@ -301,7 +313,8 @@ def resize_by_tier(
 
     @cache
     def cut(tier: str) -> Tensor:
-        return _normalize(_resize([image.pixels], shapes[tier][2:]), normalization)
+        _, _, height, width = shapes[tier]
+        return _normalize(_resize([image.pixels], (height, width)), normalization)
 
     def whole() -> Tensor:
         return _normalize(_resize([image.pixels], (OVERVIEW_SIDE, OVERVIEW_SIDE)), normalization)[0]

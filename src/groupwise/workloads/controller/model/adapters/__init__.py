@@ -16,12 +16,13 @@ from groupwise.workloads.controller.model.adapters.base import (
     full_top_k,
     image_side,
 )
-from groupwise.workloads.controller.model.adapters.llava import InternVLAdapter, LlavaAdapter
+from groupwise.workloads.controller.model.adapters.llava import InternVLAdapter, LlavaAdapter, LlavaNextAdapter
 from groupwise.workloads.controller.model.adapters.qwen import QwenAdapter
 
 FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
     "InternVLForConditionalGeneration": InternVLAdapter,
     "LlavaForConditionalGeneration": LlavaAdapter,
+    "LlavaNextForConditionalGeneration": LlavaNextAdapter,
     "Qwen2VLForConditionalGeneration": QwenAdapter,
     "Qwen2_5_VLForConditionalGeneration": QwenAdapter,
     "Qwen3VLForConditionalGeneration": QwenAdapter,
@@ -55,6 +56,7 @@ __all__ = [
     "Encoded",
     "InternVLAdapter",
     "LlavaAdapter",
+    "LlavaNextAdapter",
     "ModelAdapter",
     "Prompt",
     "QwenAdapter",

@@ -1,4 +1,4 @@
-"""LLaVA and InternVL: a vision tower that takes crops of one size, a projector and a text model."""
+"""LLaVA, LLaVA-NeXT and InternVL: a vision tower that takes crops of one size, a projector and a text model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from groupwise.workloads.controller.model.adapters.base import (
 )
 from groupwise.workloads.controller.model.images import (
     CropShape,
+    Grid,
     ImageNormalization,
     LazyCrops,
     Sides,
     SourceImage,
+    best_grid,
     crop_by_tier,
+    crop_shapes,
     grid_shapes,
     largest_grid,
 )
@@ -126,3 +129,79 @@ class InternVLAdapter(LlavaAdapter):
             )
         before, after = tokenizer.convert_tokens_to_ids(tokens)
         return (before,), (after,)
+
+
+class LlavaNextAdapter(LlavaAdapter):
+    """`LlavaNextForConditionalGeneration`: crops in one of the model's own grids, joined to one image. Each of its rows of
+    patches ends with a token."""
+
+    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+        images = {(id(sample.crops_by_tier), tier): sample.crops_by_tier for sample, tier in inputs}
+        pixels = torch.cat([crops[tier] for (_, tier), crops in images.items()]).to(self.device)
+        sizes = [self._grid_pixels(crop_shapes(crops)[tier]) for (_, tier), crops in images.items()]
+        output = self.model.get_image_features(
+            pixel_values=pixels, image_sizes=torch.tensor(sizes, device=self.device), **self._feature_choice
+        )
+        features = dict(zip(images, output.pooler_output, strict=True))
+        prompts = []
+        for sample, tier in inputs:
+            states = self._insert_image(sample, features[id(sample.crops_by_tier), tier])
+            prompts.append(Prompt(states, torch.arange(len(states))[None], len(states)))
+        return Encoded(prompts, len(pixels))
+
+    def _stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
+        shape = crop_shapes(sample.crops_by_tier)[tier]
+        return {
+            "input_ids": self._token_ids(sample, self.image_tokens(shape), answer),
+            "pixel_values": sample.crops_by_tier[tier][None].to(self.device, self.model.dtype),
+            "image_sizes": torch.tensor([self._grid_pixels(shape)], device=self.device),
+        }
+
+    def _grid_pixels(self, shape: Sequence[int]) -> Sides:
+        """Height and width of all crops together, which is how the model knows their grid."""
+        *_, height, width, rows, columns = shape
+        return rows * height, columns * width
+
+    @property
+    def _grids(self) -> dict[int, list[Grid]]:
+        """The grids that the model was trained with, by their number of crops."""
+        side, grids = self._crop_sides["side"], dict[int, list[Grid]]()
+        for height, width in self.model.config.image_grid_pinpoints:
+            rows, columns = height // side, width // side
+            grids.setdefault(rows * columns, []).append((rows, columns))
+        return dict(sorted(grids.items()))
+
+    def _grid_of(self, count: int, height: int, width: int) -> Grid:
+        if count not in self._grids:
+            known = ", ".join(map(str, self._grids))
+            raise UserError(
+                f"This model has no grid of {count} crops: it was trained with {known}. Offer some of these."
+            )
+        return best_grid(count, height, width, self._grids[count])
+
+    def tiers(self) -> dict[str, Mapping[str, int]]:
+        """The fewest crops, the most, and a number between them if there is one."""
+        counts = list(self._grids)
+        chosen = {"low": counts[0], "medium": counts[len(counts) // 2], "high": counts[-1]}
+        return {"crops_by_tier": {tier: count for tier, count in chosen.items() if tier == "low" or count > counts[0]}}
+
+    def crop(self, image: SourceImage, options: KnobOptions, normalization: ImageNormalization) -> LazyCrops:
+        cut = crop_by_tier(
+            image, options.crops_by_tier, normalization=normalization, grid_of=self._grid_of, **self._crop_sides
+        )
+        shapes, pixels = self.crop_shapes(image.sides, options), image.pixels.numel() // 3
+        return LazyCrops(shapes, cut.__getitem__, pixels, overview=cut.overview)
+
+    def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
+        """With the rows and columns of the grid."""
+        shapes = grid_shapes(sides, options.crops_by_tier, grid_of=self._grid_of, **self._crop_sides)
+        return {tier: (*shape, *self._grid_of(options.crops_by_tier[tier], *sides)) for tier, shape in shapes.items()}
+
+    def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
+        side = self._crop_sides["side"]
+        return largest_grid(sides, options.crops_by_tier.values(), side=side, grid_of=self._grid_of)
+
+    def image_tokens(self, shape: Sequence[int]) -> int:
+        rows, columns = shape[4:]
+        patches = self._crop_sides["side"] // self._crop_sides["patch"]
+        return self._tokens_per_crop + rows * patches * (columns * patches + 1)
