@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from tiny.families import llava_next
 from torch.testing import assert_close
 

@@ -132,7 +132,7 @@ class InternVLAdapter(LlavaAdapter):
 
 
 class LlavaNextAdapter(LlavaAdapter):
-    """`LlavaNextForConditionalGeneration`: crops in one of the model's own grids, joined to one image. Each of its rows of
+    """`LlavaNextForConditionalGeneration`: crops in one of the model's own grids, joined to one image. Each row of its
     patches ends with a token."""
 
     def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
