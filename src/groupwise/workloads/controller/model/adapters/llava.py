@@ -83,13 +83,19 @@ class LlavaAdapter(TextModelMixin):
         return {"crops_by_tier": {"low": 3, "medium": 6, "high": 12}}
 
     def crop(self, image: SourceImage, options: KnobOptions, normalization: ImageNormalization) -> LazyCrops:
-        return crop_by_tier(image, options.crops_by_tier, normalization=normalization, **self._crop_sides)
+        return crop_by_tier(
+            image, options.crops_by_tier, normalization=normalization, grid_of=self._grid_of, **self._crop_sides
+        )
 
     def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
-        return grid_shapes(sides, options.crops_by_tier, **self._crop_sides)
+        return grid_shapes(sides, options.crops_by_tier, grid_of=self._grid_of, **self._crop_sides)
 
     def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
-        return largest_grid(sides, options.crops_by_tier.values(), side=self._crop_sides["side"])
+        side = self._crop_sides["side"]
+        return largest_grid(sides, options.crops_by_tier.values(), side=side, grid_of=self._grid_of)
+
+    def _grid_of(self, count: int, height: int, width: int) -> Grid:
+        return best_grid(count, height, width)
 
     @property
     def _crop_sides(self) -> dict[str, int]:
@@ -186,20 +192,14 @@ class LlavaNextAdapter(LlavaAdapter):
         return {"crops_by_tier": {tier: count for tier, count in chosen.items() if tier == "low" or count > counts[0]}}
 
     def crop(self, image: SourceImage, options: KnobOptions, normalization: ImageNormalization) -> LazyCrops:
-        cut = crop_by_tier(
-            image, options.crops_by_tier, normalization=normalization, grid_of=self._grid_of, **self._crop_sides
-        )
+        cut = super().crop(image, options, normalization)
         shapes, pixels = self.crop_shapes(image.sides, options), image.pixels.numel() // 3
         return LazyCrops(shapes, cut.__getitem__, pixels, overview=cut.overview)
 
     def crop_shapes(self, sides: Sides, options: KnobOptions) -> dict[str, CropShape]:
         """With the rows and columns of the grid."""
-        shapes = grid_shapes(sides, options.crops_by_tier, grid_of=self._grid_of, **self._crop_sides)
+        shapes = super().crop_shapes(sides, options)
         return {tier: (*shape, *self._grid_of(options.crops_by_tier[tier], *sides)) for tier, shape in shapes.items()}
-
-    def finest_sides(self, sides: Sides, options: KnobOptions) -> Sides:
-        side = self._crop_sides["side"]
-        return largest_grid(sides, options.crops_by_tier.values(), side=side, grid_of=self._grid_of)
 
     def image_tokens(self, shape: Sequence[int]) -> int:
         rows, columns = shape[4:]
