@@ -25,10 +25,16 @@ _MAX_DEPTH = 64
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
 """Opening a pipe would wait for its writer."""
+_CACHE_VARIABLE = "GROUPWISE_CACHE"
 
 
 def ignore_message(_text: str) -> None:
     """For readers that have nobody to warn."""
+
+
+def cache_folder() -> Path:
+    """The folder of things that can be computed again: $GROUPWISE_CACHE, or ~/.cache/groupwise."""
+    return Path(os.environ.get(_CACHE_VARIABLE) or Path.home() / ".cache" / "groupwise")
 
 
 def write_atomic(path: Path, content: bytes) -> None:

@@ -53,6 +53,8 @@ class ModelSource:
     """What goes to the model for a question."""
     published_crop_rule: bool = False
     """As `load_model` takes it."""
+    exif_orientation: bool = True
+    """Images are rotated as their EXIF data says."""
 
 
 class PartialAnswers(Protocol):

@@ -347,8 +347,15 @@ def test_what_is_no_budget_is_always_refused(folder, adaptive):
         adaptive.generate_batch([(image(folder), "what")])
     with pytest.raises(UserError, match="The question is ' '"):
         adaptive.generate(image(folder), " ", 9)
-    with pytest.raises(UserError, match="takes a file or a PIL image"):
-        adaptive.generate(np.zeros((48, 64)), "what", 9)
+    for wrong, message in (
+        (None, "The image is None: give one image"),
+        ([image(folder)], "The image is of type list: give one image.*generate_batch"),
+        (np.full((48, 64, 3), 200.0), "from 200 to 200: floats must be from 0 to 1"),
+        (np.zeros((3, 48, 64)), r"of shape \(3, 48, 64\): it must be height x width"),
+        (b"no picture", "The image cannot be read as an image"),
+    ):
+        with pytest.raises(UserError, match=message):
+            adaptive.generate(wrong, "what", 9)
 
 
 def test_a_mosaic_is_given_as_pixels_image_or_file(tmp_path):

@@ -24,6 +24,7 @@ from groupwise.workloads.controller.model.molmoe.modeling import MolmoeConfig
 from groupwise.workloads.controller.model.molmoe.sizes import is_molmo, read_sizes
 from groupwise.workloads.controller.model.molmoe.tokenizer import read_normalization, read_tokenizer
 from groupwise.workloads.controller.model.molmoe.weights import load_weights
+from groupwise.workloads.controller.model.self_check import check_model
 from groupwise.workloads.controller.tasks import EMBEDDED_MODELS
 from groupwise.workloads.hub import load_from_hub, resolve_model, weights_fingerprint
 
@@ -45,6 +46,8 @@ class LoadedModel:
     """None where the model came without one."""
     normalization: ImageNormalization | None = None
     """None where the model came without an image processor."""
+    exif_orientation: bool = True
+    """Images are rotated as their EXIF data says."""
     make_front_end: Callable[[LoadedModel], FrontEnd] = TransformersFrontEnd
 
     @cached_property
@@ -65,7 +68,8 @@ def load_model(
     published_crop_rule: bool = False,
 ) -> LoadedModel:
     """An embedded model by its name, or one in a folder or on the hub; by default on the accelerator if there is one.
-    `dtype` "auto" is the one that it was saved in. `published_crop_rule` is MolmoE's: see `MolmoeModel`.
+    `dtype` "auto" is the one that it was saved in. `published_crop_rule` is MolmoE's: see `MolmoeModel`. A model that
+    the executor would answer wrongly is refused.
     """
     device = device or default_device()
     if str(name) in EMBEDDED_MODELS:
@@ -100,7 +104,7 @@ def _load_molmoe(
 
 def _loaded(source: str, model: Any, tokenizer: Any, normalization: ImageNormalization | None) -> LoadedModel:
     adapter, drop_order = adapter_for(model), _drop_order(source)
-    return LoadedModel(
+    loaded = LoadedModel(
         name=source,
         model=model,
         adapter=adapter,
@@ -109,6 +113,8 @@ def _loaded(source: str, model: Any, tokenizer: Any, normalization: ImageNormali
         tokenizer=tokenizer,
         normalization=normalization,
     )
+    check_model(loaded)
+    return loaded
 
 
 def read_config(source: str) -> Any:

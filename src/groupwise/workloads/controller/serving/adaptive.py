@@ -6,11 +6,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from groupwise.core.errors import UserError, require
 from groupwise.dist.process import keep_heap_memory
@@ -21,7 +24,8 @@ from groupwise.workloads.controller.config import Budget, infeasible_budget_erro
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
 from groupwise.workloads.controller.latency.source import profile_samples, recalibrate
 from groupwise.workloads.controller.model.executor import Executor
-from groupwise.workloads.controller.model.inputs import ImageInput, prompt_length
+from groupwise.workloads.controller.model.images import ImageInput, check_image, read_image
+from groupwise.workloads.controller.model.inputs import TransformersFrontEnd, prompt_length
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.model.load import LoadedModel
 from groupwise.workloads.controller.policy.network import ControllerNetwork
@@ -281,9 +285,18 @@ def make_question(image: ImageInput, text: str, loaded: LoadedModel, *, prompt: 
     """A question without a known answer."""
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"The question is {text!r}: ask something about the image, in words.")
-    sample = loaded.front_end.sample(image, prompt.replace(QUESTION, text))
+    given = image if isinstance(loaded.front_end, TransformersFrontEnd) else _path_image_or_pixels(image)
+    sample = loaded.front_end.sample(given, prompt.replace(QUESTION, text))
     lengths = {tier: prompt_length(loaded.adapter, sample, tier) for tier in loaded.options.crops_by_tier}
     return Question(sample, text, (), lengths, image=str(image) if isinstance(image, Path | str) else "")
+
+
+def _path_image_or_pixels(image: ImageInput) -> ImageInput:
+    """What the front ends of tasks take; they check pixels themselves."""
+    if isinstance(image, Tensor | np.ndarray):
+        return image
+    checked = check_image(image)
+    return read_image(checked) if isinstance(checked, BytesIO) else checked
 
 
 def _check_budgets(budgets_ms: Sequence[float], *, best_effort: bool) -> None:

@@ -141,13 +141,14 @@ def load_controller(
 ) -> tuple[LoadedModel, ControllerSettings, ControllerNetwork]:
     """The frozen model (loaded by the name in config.json unless it is given), the settings and the network."""
     config = _read_config(folder)
+    source = _source(config)
     if not isinstance(model, LoadedModel):
-        source = _source(config)
         model = load_model(
             model or source.model,
             dtype=getattr(torch, source.dtype),
             published_crop_rule=source.published_crop_rule,
         )
+    model = replace(model, exif_orientation=source.exif_orientation)
     settings = read_settings(folder, config, model, estimator=estimator, allow_mismatch=allow_mismatch)
     return model, settings, load_policy(weights, settings)
 

@@ -76,10 +76,6 @@ class MolmoeAdapter(TextModelMixin):
         start, end, patch, column = (self.model.config.image_token_ids[name] for name in IMAGE_TOKENS[:4])
         return start, end, patch, column
 
-    def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.text.rotary_emb(self.text.norm.weight[None, None], position_ids.to(self.device))
-        return cosines, sines
-
     def tiers(self) -> dict[str, Mapping[str, int]]:
         return {"crops_by_tier": {"low": 3, "medium": 6, "high": 12}}
 

@@ -11,6 +11,7 @@ from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow
 from groupwise.workloads.controller.config import ControllerConfig
 from groupwise.workloads.controller.memory import ControllerMemory, MolmoeVision, read_controlled_model
+from groupwise.workloads.controller.model.knobs import check_tiers
 
 if TYPE_CHECKING:
     import torch
@@ -30,12 +31,14 @@ class VqaConfig(ControllerConfig):
     code does. Without it only crops of nothing else are zeroed, as in training."""
     questions: Path | None = None
     """VQA's questions file (.json); or rows {"image": ..., "question": ..., "answers": [...]}, which may have a
-    "question_type" too, in a .jsonl or .parquet
-    file, a folder that `datasets` saved, or from module:function."""
+    "question_type" too, in a .jsonl or .parquet file, a folder that holds one such file beside its images, a folder
+    that `datasets` saved, or from module:function."""
     annotations: Path | None = None
     """VQA's annotations file, which holds the answers; only with VQA's questions file."""
     images: Path | None = None
-    """Folder of the images."""
+    """Folder of the images; None for the folder in which the questions are."""
+    exif_orientation: bool = True
+    """Rotate images as their EXIF data says; False takes the pixels as they are stored."""
     image_name: str = "COCO_{subtype}_{image_id:012d}.jpg"
     """File name of an image by VQA's image_id; {subtype} is the questions file's data_subtype."""
     on_bad_row: OnBadRow = "refuse"
@@ -87,6 +90,7 @@ class VqaConfig(ControllerConfig):
             selection + test,
             "below 1, so that images are left to train on",
         )
+        check_tiers(self.crops, "workload.crops")
         require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
 
     def memory_model(self) -> ControllerMemory:
@@ -113,12 +117,12 @@ class VqaConfig(ControllerConfig):
         return trace_controller(read_config(self.model), self.memory_model(), spec)
 
     def task(self, device: torch.device) -> Task:
-        for name in ("model", "questions", "images"):
+        for name in ("model", "questions"):
             if not getattr(self, name):
                 raise UserError(
                     f"workload.{name} is not given. This recipe needs --workload.model FOLDER_OR_NAME,"
-                    " --workload.questions FILE, --workload.images FOLDER and, for VQA's own format,"
-                    " --workload.annotations FILE."
+                    " --workload.questions FILE_OR_FOLDER, for images elsewhere --workload.images FOLDER and, for VQA's"
+                    " own format, --workload.annotations FILE."
                 )
         from groupwise.workloads.controller.tasks.vqa.task import vqa_task
 
