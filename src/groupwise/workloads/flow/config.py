@@ -54,8 +54,9 @@ class FlowConfig(WorkloadConfig):
 class TrainedPartsConfig:
     """Which weights of a transformer are trained; all others are frozen."""
 
-    part: Literal["lora", "camera", "all"] = "lora"
-    """A LoRA adapter on `lora_targets`; the camera layers only; or all weights."""
+    part: Literal["lora", "camera", "recam", "all"] = "lora"
+    """A LoRA adapter on `lora_targets`; the camera layers only; these and self-attention, as ReCamMaster trained; or
+    all weights."""
     lora_rank: int = 32
     """Rank of the adapter."""
     lora_alpha: int = 64

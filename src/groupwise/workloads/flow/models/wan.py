@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
-from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
-from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity, camera_weights
+from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
+from groupwise.workloads.flow.models.checkpoints import load_camera_layers
 from groupwise.workloads.flow.models.pipeline_folder import (
     check_pipeline,
     latent_image_size,
@@ -104,20 +104,6 @@ class WanCameraModel:
 
     def reference(self) -> AbstractContextManager[None]:
         return self._reference()
-
-
-def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:
-    """Load trained camera layers, saved by the names of `camera_weights`."""
-    weights, saved = camera_weights(transformer), load_file(path)
-    mismatched = sorted(weights.keys() ^ saved.keys())
-    if mismatched:
-        raise UserError(
-            f"{path} does not hold the camera layers of this transformer: '{mismatched[0]}' is missing on one side."
-            " Save them by the names of groupwise.workloads.flow.models.camera_layers.camera_weights."
-        )
-    with torch.no_grad():
-        for name, weight in weights.items():
-            weight.copy_(saved[name])
 
 
 def _latent_scale(vae: Any) -> tuple[Tensor, Tensor]:

@@ -74,10 +74,11 @@ class PipelineConfig(FlowConfig):
         )
 
     def _read(self, name: Literal["data", "held_out"], notes: list[str]) -> list[Condition]:
-        from groupwise.workloads.flow.data import read_conditions
+        from groupwise.workloads.flow.data import ClipFormat, read_conditions
 
         row_filter = RowFilter(self.on_bad_row, "--workload.on-bad-row")
-        conditions = read_conditions(str(getattr(self, name)), row_filter, size=(self.height, self.width))
+        clips = ClipFormat((self.height, self.width), getattr(self, "frames", None))
+        conditions = read_conditions(str(getattr(self, name)), row_filter, clips)
         if row_filter.skipped:
             notes.append(f"rows of {name} skipped: {format_counts(row_filter.skipped)}; {len(conditions)} are left")
         return conditions
