@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
-from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
+from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts, concatenate_scores
 from groupwise.workloads.base import Workload
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.evaluate import evaluate_held_out
@@ -117,19 +118,25 @@ class FlowWorkload(Workload):
         return rollouts.data["group"].argsort(stable=True).split(rows_per_pass)
 
     def score(self, rollouts: Rollouts) -> Scores:
-        data, velocity = rollouts.data, self.velocity(self.conditioning, rollouts.data["condition"])
-        denoiser = self._scoring_denoiser()
-        logp, kl = [], []
-        for index, steps in enumerate(data["steps"].unbind(1)):
-            current, following = (data["window_latents"][:, at].float() for at in (index, index + 1))
-            shared = denoiser.shared_start(data["group"], index)
-            transition = denoiser.transition(current, velocity, steps, shared=shared)
-            logp.append(transition_logprob(following, transition))
-            if self.config.reference:
-                with torch.no_grad(), self.model.reference():
-                    reference = denoiser.transition(current, velocity, steps, shared=shared)
-                kl.append(transition_kl(transition, reference))
-        return Scores(torch.stack(logp, dim=1), kl=torch.stack(kl, dim=1) if kl else None)
+        return concatenate_scores([score() for score in self.score_parts(rollouts)])
+
+    def score_parts(self, rollouts: Rollouts) -> Sequence[Callable[[], Scores]]:
+        """One denoising step each."""
+        velocity = self.velocity(self.conditioning, rollouts.data["condition"])
+        return [partial(self._score_step, rollouts, velocity, index) for index in range(rollouts.logp.shape[1])]
+
+    def _score_step(self, rollouts: Rollouts, velocity: GuidedVelocity, index: int) -> Scores:
+        """Step `index` of the window."""
+        data, denoiser = rollouts.data, self._scoring_denoiser()
+        current, following = (data["window_latents"][:, at].float() for at in (index, index + 1))
+        steps, shared = data["steps"][:, index], denoiser.shared_start(data["group"], index)
+        transition = denoiser.transition(current, velocity, steps, shared=shared)
+        logp = transition_logprob(following, transition)[:, None]
+        if not self.config.reference:
+            return Scores(logp)
+        with torch.no_grad(), self.model.reference():
+            reference = denoiser.transition(current, velocity, steps, shared=shared)
+        return Scores(logp, kl=transition_kl(transition, reference)[:, None])
 
     def _scoring_denoiser(self) -> Denoiser:
         """Rollouts carry their own steps, so scoring them needs no window."""
