@@ -64,8 +64,11 @@ class RunSummary:
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
     start = time.perf_counter()
-    folder = RunFolder(run_dir(config))
-    display = ProgressDisplay(config, silent=not connect().is_main)
+    folder, comm = RunFolder(run_dir(config)), connect()
+    display = ProgressDisplay(config, silent=not comm.is_main)
+    with comm.fail_together("Looking at the run folder"):
+        if comm.is_main:
+            folder.refuse_other_run(resume=config.run.resume)  # before a model is loaded
     checkpoint = newest_valid_checkpoint(folder.checkpoints, ignore_warning) if config.run.resume else None
     setup = set_up(config, checkpoint, warn=display.warn)
     with setup.comm.fail_together("Locking the run folder"):

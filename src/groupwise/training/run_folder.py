@@ -35,9 +35,16 @@ class RunFolder:
             raise UserError(
                 f"The run folder {self.path} cannot be written ({error.strerror}). Choose another with --run-dir."
             ) from error
+        try:
+            self.refuse_other_run(resume=resume)
+        except UserError:
+            self.release()
+            raise
+
+    def refuse_other_run(self, *, resume: bool) -> None:
+        """Refuse a folder that holds a run, unless it is to be continued. Nothing is written."""
         steps = len(self.metrics())
         if not resume and (steps or any(self.checkpoints.glob("step-*"))):
-            self.release()
             raise UserError(
                 f"The run folder {self.path} already holds a run ({steps} steps). Continue it with --resume, or choose"
                 " another with --run-dir."

@@ -20,12 +20,11 @@ CASES += [("all", 2, {"checkpointing": True}), ("lora", 1, {"checkpointing": Tru
 
 @pytest.mark.parametrize(("part", "steps", "fields"), CASES)
 def test_plan_and_trace_agree(part, steps, fields):
-    rank = 4 if part == "lora" else None
-    memory = FlowMemory(wan_architecture(SIZES), (4, 4, 16, 16), steps, text_tokens=8, lora_rank=rank, **fields)
+    memory = FlowMemory(wan_architecture(SIZES), (4, 4, 16, 16), steps, part, text_tokens=8, lora_rank=4, **fields)
     train = TrainedPartsConfig(part=part, lora_rank=4)
     transformer = fake_transformer(SIZES, train, checkpointing=memory.checkpointing)
     parameters = sum(weight.numel() for weight in transformer.parameters())
-    assert parameters == memory.model.parameters + (memory.model.lora_params(4) if rank else 0)
+    assert parameters == memory.model.parameters + (memory.model.lora_params(4) if part == "lora" else 0)
     spec = StepSpec(StepShape(10**6, 2, 2, 1, 2, "whole"), fused_optimizer=True)
     assert memory.first_step_rows(spec) == (1 if memory.shared_noise else 2)
     traced, planned = trace_step(flow_step(transformer, memory, spec), spec), memory.predict(spec)

@@ -1,4 +1,4 @@
-"""Memory of training a video flow model, by arithmetic: Wan's transformer with camera layers. No torch."""
+"""Memory of training a video flow model, by arithmetic: Wan's transformer, with or without camera layers. No torch."""
 
 from __future__ import annotations
 
@@ -28,31 +28,88 @@ class WanArchitecture:
     patch: tuple[int, ...] = (1, 2, 2)
     cross_norm: bool = True
     pose_dim: int = 12
+    """Numbers of a camera pose; 0 without camera layers."""
+    out_channels: int | None = None
+    """None for as many as go in."""
+    image_width: int = 0
+    """Of the image embedding that Wan 2.1 makes clips from; 0 without one."""
 
     @property
     def parameters(self) -> int:
         """All of them, exactly."""
-        width, patch = self.width, self.channels * self.patch[0] * self.patch[1] * self.patch[2]
+        width, patch = self.width, self.patch[0] * self.patch[1] * self.patch[2]
+        patch_in, patch_out = self.channels * patch, (self.out_channels or self.channels) * patch
         attention = 4 * (width * width + width) + 2 * width  # with norms of queries and keys
         norm = 2 * width if self.cross_norm else 0
         feed_forward = 2 * width * self.ffn_dim + self.ffn_dim + width
         block = 2 * attention + norm + feed_forward + 6 * width + self._camera_params_per_layer
         time = self.time_width * width + width + width * width + width + width * 6 * width + 6 * width
         text = self.text_width * width + width + width * width + width
-        patch_in_and_out = patch * width + width + width * patch + patch + 2 * width
-        return self.layers * block + time + text + patch_in_and_out
+        patch_in_and_out = patch_in * width + width + width * patch_out + patch_out + 2 * width
+        return (
+            self.layers * (block + self._image_params_per_layer) + time + text + patch_in_and_out + self._image_params
+        )
+
+    @property
+    def _image_params(self) -> int:
+        """Two norms and two linear layers that embed the image."""
+        image, width = self.image_width, self.width
+        return image * image + image + image * width + width + 2 * image + 2 * width if image else 0
+
+    @property
+    def _image_params_per_layer(self) -> int:
+        """Keys, with their norm, and values of the image in cross-attention."""
+        return 2 * (self.width * self.width + self.width) + self.width if self.image_width else 0
 
     def lora_params(self, rank: int) -> int:
         """LoRA on queries, keys, values and outputs of both attentions, and on the two camera layers."""
-        return self.layers * rank * (9 * 2 * self.width + self.pose_dim + self.width)
+        camera = 3 * self.width + self.pose_dim if self.pose_dim else 0
+        return self.layers * rank * (8 * 2 * self.width + camera)
 
     @property
     def camera_params(self) -> int:
         return self.layers * self._camera_params_per_layer
 
     @property
+    def recam_params(self) -> int:
+        """Camera layers and self-attention."""
+        width = self.width
+        return self.camera_params + self.layers * (4 * (width * width + width) + 2 * width)
+
+    @property
     def _camera_params_per_layer(self) -> int:
+        if not self.pose_dim:
+            return 0
         return self.pose_dim * self.width + self.width + self.width * self.width + self.width
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of a token in a block, as traced: per number of the width, and per number of the feed-forward width."""
+
+    saved: tuple[float, float]
+    """For the backward pass."""
+    backward: tuple[float, float]
+    """At the peak of the backward pass, besides what is saved."""
+    recomputed: tuple[float, float]
+    """The same with what is saved, of a block that is recomputed."""
+    attention: float
+    """At the peak of the attention without gradients; in the feed-forward part it is `feed_forward`."""
+    feed_forward: float
+
+    def of(self, part: tuple[float, float], model: WanArchitecture) -> int:
+        return int(part[0] * model.width + part[1] * model.ffn_dim)
+
+
+_TRACED = {
+    ("lora", 2): BlockBytes((64.4, 2.0), (18.9, 0.87), (83.6, 3.5), 30.7, 10.7),
+    ("lora", 4): BlockBytes((54.3, 5.0), (15.7, 5.75), (68.6, 11.0), 43.2, 19.2),
+    ("camera", 2): BlockBytes((40.3, 2.0), (18.9, 0.87), (59.5, 3.5), 26.7, 10.7),
+    ("camera", 4): BlockBytes((46.3, 5.0), (15.7, 5.75), (60.5, 11.0), 37.2, 19.2),
+    ("recam", 4): BlockBytes((58.3, 5.0), (15.7, 5.75), (72.5, 11.0), 37.2, 19.2),
+    ("all", 4): BlockBytes((93.2, 8.0), (16.0, 4.0), (109.2, 12.0), 57.0, 17.2),
+}
+"""By what is trained, and by the bytes of a number in the frozen layers. Adapters get their inputs in float32."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +120,21 @@ class FlowMemory:
     latent: tuple[int, ...]
     """Channels, frames, height, width."""
     trained_steps: int
-    """Denoising steps in the window: their graphs are held together in a pass."""
+    """Denoising steps in the window: one graph at a time, all their latents."""
+    part: str = "all"
+    """What is trained, as in TrainedPartsConfig."""
     pixels: int = 0
     """Numbers of a decoded clip."""
-    text_tokens: int = 226
+    text_tokens: int = 512
     guided: bool = False
-    lora_rank: int | None = None
-    camera_only: bool = False
+    guided_together: bool = True
+    """Prompt and negative prompt go through the model as one batch, not one after the other."""
+    has_source: bool = True
+    """A source clip is on the frame axis besides the generated one."""
+    transformers: int = 1
+    """Of which one is used at a time."""
+    lora_rank: int = 32
+    """Where the part is lora."""
     dtype_bytes: int = 4
     """Of frozen weights and of what the passes compute."""
     storage_bytes: int = 4
@@ -86,20 +151,28 @@ class FlowMemory:
     def predict(self, spec: StepSpec) -> StageBytes:
         weights = self._weights()
         persistent = weights.by_part(spec)
-        if self.lora_rank is None:  # the initial values of what is trained
+        if self.part != "lora":  # the initial values of what is trained
             persistent["reference"] = weights.trained_params * weights.trained_dtype_bytes
-        temporaries, one_pass = weights.optimizer_temporaries(spec), spec.shape.passes == 1
+        temporaries = weights.optimizer_temporaries(spec)
+        one_backward = spec.shape.passes == 1 and self.trained_steps == 1
         return StageBytes(
             peak_of_rollout(persistent, self._rollout_peaks(spec)),
-            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_pass),
+            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_backward),
         )
 
     @property
     def tokens(self) -> int:
-        """Of one row in one step: target and source on the frame axis, with and without the prompt if guided."""
+        """Of one row in one pass through the model."""
         _, frames, height, width = self.latent
         _, patch_height, patch_width = self.model.patch
-        return 2 * frames * (height // patch_height) * (width // patch_width) * (2 if self.guided else 1)
+        together = 2 if self.guided and self.guided_together else 1
+        sources = 2 if self.has_source else 1
+        return sources * frames * (height // patch_height) * (width // patch_width) * together
+
+    @property
+    def graphs(self) -> int:
+        """Passes through the model whose graphs are held together in a step."""
+        return 2 if self.guided and not self.guided_together else 1
 
     def trajectory_bytes(self, spec: StepSpec) -> int:
         """The window's latents and the final one of every row of a rank."""
@@ -112,47 +185,53 @@ class FlowMemory:
         rows = spec.shape.largest_pass
         return spec.conditions_in(rows) if self.shared_noise else rows
 
-    def saved_per_block(self) -> int:
-        """Bytes per token that a block saves for backward, as traced: eight widths around the norms, in float32."""
-        width, ffn_dim, number = self.model.width, self.model.ffn_dim, self.dtype_bytes
-        if self.lora_rank is not None:  # inputs of frozen layers need not be saved
-            return 8 * width * 4 + int(7.1 * width * number) + ffn_dim * number + 10 * self.lora_rank * 4
-        return 8 * width * 4 + int(15.3 * width * number) + 2 * ffn_dim * number
+    @property
+    def _traced(self) -> BlockBytes:
+        return _TRACED.get((self.part, self.dtype_bytes)) or _TRACED[self.part, 4]
+
+    @property
+    def _adapter_bytes(self) -> int:
+        """Of a token in a block: what the adapters' first matrices give, in float32."""
+        return 8 * self.lora_rank * 4 if self.part == "lora" else 0
 
     def _weights(self) -> WeightBytes:
-        parameters, camera, number = self.model.parameters, self.model.camera_params, self.dtype_bytes
-        if self.lora_rank is not None:
-            return WeightBytes(parameters, self.model.lora_params(self.lora_rank), number, 4)
-        if self.camera_only:
-            return WeightBytes(parameters - camera, camera, number, number)
-        return WeightBytes(0, parameters, trained_dtype_bytes=number)
+        model, number, copies = self.model, self.dtype_bytes, self.transformers
+        parameters = copies * model.parameters
+        if self.part == "lora":
+            return WeightBytes(parameters, copies * model.lora_params(self.lora_rank), number, 4)
+        if self.part == "all":
+            return WeightBytes(0, parameters, trained_dtype_bytes=number)
+        trained = copies * (model.camera_params if self.part == "camera" else model.recam_params)
+        return WeightBytes(parameters - trained, trained, number, 4)
 
     def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
-        """In the attention or the feed-forward part of a block, with widths as traced; or while clips are decoded.
+        """In the attention or the feed-forward part of a block; or while clips are decoded.
 
         All rows of a pass take the steps after the window, of which there is at least one, whatever they shared before.
         """
-        width, shape, number = self.model.width, spec.shape, self.dtype_bytes
-        block = int(max(14.25 * width, 4.3 * width + 2 * self.model.ffn_dim))
-        decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * number
+        model, shape, traced = self.model, spec.shape, self._traced
+        block = int(
+            max(
+                traced.attention * model.width, traced.feed_forward * model.width + 2 * self.dtype_bytes * model.ffn_dim
+            )
+        )
+        decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
         latents = {"latents": self.trajectory_bytes(spec)}
         return [
-            {**latents, "activations": shape.largest_pass * self.tokens * block * number},
+            {**latents, "activations": shape.largest_pass * self.tokens * block},
             {**latents, "decoded frames": decoded},
         ]
 
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:
-        first, later = self.first_step_rows(spec), spec.shape.largest_pass * (self.trained_steps - 1)
-        block, width = self.saved_per_block(), self.model.width * 4
-        saved = self.model.layers * (width if self.checkpointing else block)
-        recomputed = block if self.checkpointing else 0
-        ffn_gradients = (2 if self.lora_rank else 1) * self.model.ffn_dim * self.dtype_bytes
-        backward = recomputed + ffn_gradients + (2 if self.lora_rank else 4) * width
-        backward_rows = spec.shape.largest_pass if later else first
-        return {
-            "latents": self.trajectory_bytes(spec),
-            "activations": self.tokens * ((first + later) * saved + backward_rows * backward),
-        }
+        """The graph of one step of the window: of its rows, or of its groups where it is the first and only one."""
+        rows = spec.shape.largest_pass if self.trained_steps > 1 else self.first_step_rows(spec)
+        model, traced, layers = self.model, self._traced, self.graphs * self.model.layers
+        if self.checkpointing:
+            token = layers * model.width * self.dtype_bytes + traced.of(traced.recomputed, model) + self._adapter_bytes
+        else:
+            saved = traced.of(traced.saved, model) + self._adapter_bytes
+            token = layers * saved + traced.of(traced.backward, model)
+        return {"latents": self.trajectory_bytes(spec), "activations": rows * self.tokens * token}
 
     def reductions(self) -> list[Reduction]:
         reductions: list[Reduction] = []
@@ -161,11 +240,8 @@ class FlowMemory:
             memory = replace(memory, checkpointing=True)
             effect = "a third more time in training"
             reductions.append(Reduction("gradient_checkpointing", "on", memory, effect=effect))
-        if memory.trained_steps > 1:
-            memory = replace(memory, trained_steps=1)
-            reductions.append(Reduction("window.size", 1, memory, effect="one trained step", changes_result=True))
-        if memory.lora_rank is None:
-            memory = replace(memory, lora_rank=32, camera_only=False)
+        if memory.part != "lora":
+            memory = replace(memory, part="lora", lora_rank=32)
             effect = "only an adapter is trained"
             reductions.append(Reduction("train.part", "lora", memory, effect=effect, changes_result=True))
         channels, frames, height, width = memory.latent
@@ -176,9 +252,10 @@ class FlowMemory:
         return reductions
 
 
-def read_wan_architecture(folder: Path) -> WanArchitecture:
+def read_wan_architecture(folder: Path, *, camera_layers: bool = True) -> WanArchitecture:
     """From a transformer's config.json, or a folder that holds it (also as a pipeline's transformer/)."""
-    return wan_architecture(read_transformer_config(folder), str(folder))
+    architecture = wan_architecture(read_transformer_config(folder), str(folder))
+    return architecture if camera_layers else replace(architecture, pose_dim=0)
 
 
 def read_transformer_config(folder: Path) -> dict[str, Any]:
@@ -210,4 +287,6 @@ def wan_architecture(content: Mapping[str, Any], source: str = "The config") -> 
         time_width=content.get("freq_dim", 256),
         patch=tuple(content.get("patch_size", (1, 2, 2))),
         cross_norm=bool(content.get("cross_attn_norm", True)),
+        out_channels=content.get("out_channels"),
+        image_width=content.get("image_dim") or 0,
     )

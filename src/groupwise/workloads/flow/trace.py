@@ -9,41 +9,62 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from torch import Tensor
+from diffusers.models.modeling_utils import ModelMixin
+from torch import Tensor, nn
 
 from groupwise.memory.stages import StepSpec
 from groupwise.memory.trace import TracedStep, fake_tensors, replace_with_fake, trace_step
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.memory import FlowMemory
-from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, GuidedVelocity
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning, GuidedVelocity, guided
 from groupwise.workloads.flow.models.camera_layers import POSE_DIM, add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
-from groupwise.workloads.flow.sampling.schedule import SamplingConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, noise_levels
 from groupwise.workloads.flow.sampling.steppers import transition_logprob
 
 
 def trace_flow(
     content: Mapping[str, Any], train: TrainedPartsConfig, memory: FlowMemory, spec: StepSpec
 ) -> dict[str, int]:
-    """Peak bytes of a rollout's denoising steps and of the update's last pass, of a transformer in float32."""
-    transformer = fake_transformer(content, train, checkpointing=memory.checkpointing)
+    """Peak bytes of a rollout's denoising steps and of the update's last pass."""
+    dtype = torch.float32 if memory.dtype_bytes == 4 else torch.bfloat16
+    transformer = fake_transformer(
+        content, train, camera=bool(memory.model.pose_dim), checkpointing=memory.checkpointing, dtype=dtype
+    )
     return trace_step(flow_step(transformer, memory, spec), spec)
 
 
 def fake_transformer(
-    content: Mapping[str, Any], train: TrainedPartsConfig, *, checkpointing: bool = False, fake: bool = True
+    content: Mapping[str, Any],
+    train: TrainedPartsConfig,
+    *,
+    camera: bool = True,
+    checkpointing: bool = False,
+    fake: bool = True,
+    dtype: torch.dtype = torch.float32,
 ) -> WanTransformer3DModel:
-    """A Wan transformer with camera layers from its config alone: on fake tensors, or with random weights."""
+    """A Wan transformer from its config alone, with or without camera layers: on fake tensors, or random weights."""
     with fake_tensors() if fake else nullcontext() as mode:
         transformer = WanTransformer3DModel.from_config(dict(content)).eval()
-    add_camera_layers(transformer)
+        _cast(transformer, dtype)
+    if camera:
+        add_camera_layers(transformer)
     select_trained_parameters(transformer, train)
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     if mode is not None:
         replace_with_fake(transformer, mode)
     return transformer
+
+
+def _cast(transformer: ModelMixin, dtype: torch.dtype) -> None:
+    """As from_pretrained does it: some parts stay in float32."""
+    kept = tuple(transformer._keep_in_fp32_modules or ())
+    for path, module in transformer.named_modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if not any(part in f"{path}.{name}".split(".") for part in kept):
+                module._parameters[name] = nn.Parameter(weight.data.to(dtype), requires_grad=weight.requires_grad)
 
 
 def flow_step(
@@ -62,40 +83,56 @@ def flow_step(
     velocity = _velocity(transformer, memory, rows, guidance)
     latents = torch.zeros(rows, memory.trained_steps + 1, *memory.latent)
     group = torch.arange(rows) % memory.first_step_rows(spec)
-    denoiser = Denoiser(sampling, memory.latent, window, torch.device("cpu"))
+    denoiser = Denoiser(sampling, noise_levels(sampling), memory.latent, torch.device("cpu"), window)
 
     def logp(index: int) -> Tensor:
         steps, shared = torch.full((rows,), window[index]), denoiser.shared_start(group, index)
         transition = denoiser.transition(latents[:, index], velocity, steps, shared=shared)
         return transition_logprob(latents[:, index + 1], transition)
 
-    def score() -> Tensor:
-        return torch.stack([logp(index) for index in range(memory.trained_steps)], dim=1)
+    def update_pass() -> Tensor:
+        for index in range(memory.trained_steps - 1):
+            logp(index).exp().mean().backward()
+        return logp(memory.trained_steps - 1).exp().mean()
 
     def rollout() -> object:
-        return score(), denoiser.denoise_from_window(latents[:, -1], velocity)
+        return [logp(index) for index in range(memory.trained_steps)], denoiser.denoise_from_window(
+            latents[:, -1], velocity
+        )
 
     held = _held(transformer, memory, spec, fake=fake)
-    return TracedStep(transformer, lambda: score().exp().mean(), rollout, held=held)
+    return TracedStep(transformer, update_pass, rollout, held=held)
 
 
 def _velocity(transformer: WanTransformer3DModel, memory: FlowMemory, rows: int, guidance: float) -> GuidedVelocity:
     text = torch.zeros(rows, memory.text_tokens, memory.model.text_width)
-    conditioning = {
-        "text": text,
-        f"{NEGATIVE_PREFIX}text": text,
-        "source": torch.zeros(rows, *memory.latent),
-        "camera": torch.zeros(rows, memory.latent[1], POSE_DIM),
-    }
+    conditioning = {"text": text, f"{NEGATIVE_PREFIX}text": text}
+    if memory.model.pose_dim:
+        conditioning["source"] = torch.zeros(rows, *memory.latent)
+        conditioning["camera"] = torch.zeros(rows, memory.latent[1], POSE_DIM)
+
+    def velocity(latents: Tensor, sigma: Tensor, inputs: Conditioning) -> Tensor:
+        if memory.model.pose_dim:
+            return camera_velocity(transformer, latents, 1000 * sigma, **inputs).float()
+        missing = memory.model.channels - latents.shape[1]  # the image that clips are made from
+        given = torch.cat([latents, latents.new_zeros(len(latents), missing, *latents.shape[2:])], dim=1)
+        image = latents.new_zeros(len(latents), 257, memory.model.image_width) if memory.model.image_width else None
+        text = inputs["text"].to(transformer.dtype)
+        inputs_of_image = {} if image is None else {"encoder_hidden_states_image": image.to(transformer.dtype)}
+        (output,) = transformer(given.to(transformer.dtype), 1000 * sigma, text, return_dict=False, **inputs_of_image)
+        return output.float()
+
     model = SimpleNamespace(
-        velocity=lambda latents, sigma, inputs: camera_velocity(transformer, latents, 1000 * sigma, **inputs).float()
+        velocity=velocity,
+        guide=lambda positive, negative, _sigma, scale: guided(positive, negative, scale),
+        guides_in_one_pass=memory.guided_together,
     )
     return GuidedVelocity(model, conditioning, guidance)
 
 
 def _held(transformer: WanTransformer3DModel, memory: FlowMemory, spec: StepSpec, *, fake: bool) -> tuple[Tensor, ...]:
     """The initial weights, where all or some of the model's own are trained, and the rollouts' latents."""
-    trained = [weight for weight in transformer.parameters() if weight.requires_grad and memory.lora_rank is None]
+    trained = [weight for weight in transformer.parameters() if weight.requires_grad and memory.part != "lora"]
     with fake_tensors() if fake else nullcontext():
         latents = torch.empty(memory.trajectory_bytes(spec), dtype=torch.uint8)
         return (latents, *(torch.empty_like(weight) for weight in trained))

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.workloads.flow.config import TrainedPartsConfig
-from groupwise.workloads.flow.models.base import GuidedVelocity
+from groupwise.workloads.flow.models.base import GuidedVelocity, guided
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.checkpoints import (
     diffusers_name,
@@ -28,7 +28,7 @@ from groupwise.workloads.flow.models.checkpoints import (
 )
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.sampling.denoiser import Denoiser
-from groupwise.workloads.flow.sampling.schedule import SamplingConfig
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, noise_levels
 
 REFERENCE = Path(__file__).parent.parent / "reference"
 WEIGHTS = REFERENCE / "recam_tiny.safetensors"
@@ -110,13 +110,18 @@ def test_training_loss_and_gradients(index, precision):
 @torch.no_grad()
 def test_four_steps_with_guidance(recam):
     config = SamplingConfig(num_inference_steps=4, shift=5.0, guidance_scale=5.0)
-    model = SimpleNamespace(velocity=lambda x, sigma, inputs: camera_velocity(recam, x, 1000 * sigma, **inputs))
+    model = SimpleNamespace(
+        velocity=lambda x, sigma, inputs: camera_velocity(recam, x, 1000 * sigma, **inputs),
+        guide=lambda positive, negative, sigma, scale: guided(positive, negative, scale),
+        guides_in_one_pass=False,
+    )
     conditioning = {"text": ORIGINAL["B_context"][:1], "negative_text": ORIGINAL["D_negative_context"]}
     conditioning |= {"source": ORIGINAL["D_source"], "camera": ORIGINAL["B_camera"][:1]}
-    guided = GuidedVelocity(model, conditioning, config.guidance_scale)
+    with_guidance = GuidedVelocity(model, conditioning, config.guidance_scale)
     for steps in range(1, 5):
-        denoiser = Denoiser(config, (4, 3, 8, 12), range(steps, steps), torch.device("cpu"))
-        latents = denoiser.denoise_to_window(ORIGINAL["D_noise"], guided)
+        levels, window = noise_levels(config), range(steps, steps)
+        denoiser = Denoiser(config, levels, (4, 3, 8, 12), torch.device("cpu"), window)
+        latents = denoiser.denoise_to_window(ORIGINAL["D_noise"], with_guidance)
         assert_close(latents, ORIGINAL[f"D_latents_after_{steps - 1}"], rtol=0, atol=5e-5)
 
 

@@ -127,8 +127,8 @@ def _check_names(transformer: WanTransformer3DModel, saved: Mapping[str, Tensor]
     own = {name for name, _ in transformer.named_parameters()} | {name for name, _ in transformer.named_buffers()}
     if any(".lora_" in name for name in saved):
         raise UserError(
-            f"{path} holds a LoRA adapter, not camera layers. Write the whole transformer first: `groupwise export RUN"
-            " FOLDER --merge`."
+            f"{path} holds a LoRA adapter, not camera layers. Merge it first: export(RUN, FOLDER, merge=True) of"
+            " groupwise.workloads.flow.export writes a recam.ckpt."
         )
     missing = sorted(camera_weights(transformer).keys() - saved.keys())
     unknown = sorted(saved.keys() - own)

@@ -86,6 +86,10 @@ class InitialWeights:
 
 def enable_gradient_checkpointing(transformer: nn.Module) -> None:
     """diffusers' gradient checkpointing: blocks are recomputed in the backward pass."""
+    if isinstance(transformer, nn.ModuleDict):
+        for each in transformer.values():
+            enable_gradient_checkpointing(each)
+        return
     if not isinstance(transformer, ModelMixin):
         raise UserError(
             f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"

@@ -1,4 +1,4 @@
-"""Tasks on models from pipeline folders (Wan with camera layers, Stable Diffusion 3), with conditions from files.
+"""Tasks on models from pipeline folders (Wan, Wan with camera layers, image models), with conditions from files.
 
 No torch here.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 class PipelineConfig(FlowConfig):
     """A model from a pipeline folder, trained on conditions from a file."""
 
+    gradient_checkpointing: bool = True
+    """Keep only the blocks' inputs for the backward pass and recompute the rest: less memory, the same result."""
     pipeline: Path | None = None
     """Folder of the pipeline: transformer, text encoder, VAE."""
     data: Path | None = None
@@ -50,6 +52,11 @@ class PipelineConfig(FlowConfig):
     negative_prompt: str = ""
     """The prompt that guidance leads away from."""
     train: TrainedPartsConfig = field(default_factory=TrainedPartsConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("height", "width"):
+            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
@@ -85,6 +92,44 @@ class PipelineConfig(FlowConfig):
 
 
 @dataclass(frozen=True)
+class WanConfig(PipelineConfig):
+    """Wan 2.1 and 2.2: clips from prompts, or from prompts and an image (the row's `video`)."""
+
+    frames: int = 81
+    """Frames of the generated clips: 1 + a multiple of 4, of which the VAE makes (frames - 1) / 4 + 1 latent frames."""
+    height: int = 480
+    """Height of the generated clips, in pixels."""
+    width: int = 832
+    """Width of the generated clips, in pixels."""
+    low_noise_guidance_scale: float | None = None
+    """Guidance of Wan 2.2's transformer for low noise levels; None for sampling.guidance_scale."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
+
+    def memory_model(self) -> FlowMemory:
+        """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
+        return _wan_memory(self, camera_layers=False)
+
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
+        return _trace_wan(self, spec)
+
+    def model(self, folder: Path, device: torch.device) -> FlowModel:
+        from groupwise.workloads.flow.models.wan import ClipSize, WanModel
+
+        return WanModel(
+            folder,
+            ClipSize(self.frames, self.height, self.width),
+            train=self.train,
+            device=device,
+            dtype=self.dtype,
+            negative_prompt=self.negative_prompt,
+            low_noise_guidance_scale=self.low_noise_guidance_scale,
+        )
+
+
+@dataclass(frozen=True)
 class RecamConfig(PipelineConfig):
     """Wan with camera layers: a source clip shown along another camera path."""
 
@@ -96,34 +141,19 @@ class RecamConfig(PipelineConfig):
     width: int = 832
     """Width of the generated clips, in pixels."""
     camera_layers: Path | None = None
-    """Trained camera layers (safetensors); None starts from layers that leave the base model unchanged."""
+    """Trained camera layers: ReCamMaster's .ckpt, a .safetensors file, or a checkpoint folder of a run; None starts
+    from layers that leave the base model unchanged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
 
     def memory_model(self) -> FlowMemory:
         """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
-        if self.pipeline is None:
-            raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
-        latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
-        return FlowMemory(
-            read_wan_architecture(self.pipeline),
-            latent,
-            len(window_at(self.sampling, 0)),
-            pixels=3 * self.frames * self.height * self.width,
-            guided=self.sampling.guidance_scale != 1,
-            shared_noise=self.sampling.shared_noise,
-            decode_rows=self.encode_rows,
-            checkpointing=self.gradient_checkpointing,
-            lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
-            camera_only=self.train.part == "camera",
-            dtype_bytes=2 if self.dtype == "bfloat16" else 4,
-            storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
-        )
+        return _wan_memory(self, camera_layers=True)
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        from groupwise.workloads.flow.trace import trace_flow
-
-        memory = self.memory_model()
-        assert self.pipeline is not None
-        return trace_flow(read_transformer_config(self.pipeline), self.train, memory, spec)
+        return _trace_wan(self, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
@@ -140,17 +170,54 @@ class RecamConfig(PipelineConfig):
 
 
 @dataclass(frozen=True)
-class Sd3Config(PipelineConfig):
-    """Stable Diffusion 3: images from prompts."""
+class ImageConfig(PipelineConfig):
+    """Images from prompts: Stable Diffusion 3, Flux.1 or Qwen-Image, whichever the folder holds."""
+
+    guidance_embedding: float = 3.5
+    """Flux.1-dev's guidance scale, an input of its transformer. sampling.guidance_scale is the pipeline's
+    true_cfg_scale."""
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
-        from groupwise.workloads.flow.models.sd3 import Sd3Model
+        from groupwise.workloads.flow.models.image import load_image_model
 
-        return Sd3Model(
+        return load_image_model(
             folder,
             (self.height, self.width),
             train=self.train,
             device=device,
             dtype=self.dtype,
             negative_prompt=self.negative_prompt,
+            guidance_embedding=self.guidance_embedding,
         )
+
+
+def _wan_memory(config: WanConfig | RecamConfig, *, camera_layers: bool) -> FlowMemory:
+    if config.pipeline is None:
+        raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
+    architecture = read_wan_architecture(config.pipeline, camera_layers=camera_layers)
+    channels = architecture.out_channels or architecture.channels
+    return FlowMemory(
+        architecture,
+        (channels, (config.frames - 1) // 4 + 1, config.height // 8, config.width // 8),
+        len(window_at(config.sampling, 0)),
+        config.train.part,
+        pixels=3 * config.frames * config.height * config.width,
+        guided=config.sampling.guidance_scale != 1,
+        guided_together=False,
+        has_source=camera_layers,
+        transformers=1 + (config.pipeline / "transformer_2" / "config.json").is_file(),
+        shared_noise=config.sampling.shared_noise,
+        decode_rows=config.encode_rows,
+        checkpointing=config.gradient_checkpointing,
+        lora_rank=config.train.lora_rank,
+        dtype_bytes=2 if config.dtype == "bfloat16" else 4,
+        storage_bytes=2 if config.sampling.latent_dtype == "bfloat16" else 4,
+    )
+
+
+def _trace_wan(config: WanConfig | RecamConfig, spec: StepSpec) -> Mapping[str, int]:
+    from groupwise.workloads.flow.trace import trace_flow
+
+    memory = config.memory_model()
+    assert config.pipeline is not None
+    return trace_flow(read_transformer_config(config.pipeline), config.train, memory, spec)
