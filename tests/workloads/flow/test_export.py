@@ -36,7 +36,7 @@ def trained(folder, workload, **optimizer):
 
 def load_trained(config, file) -> FlowWorkload:
     built = config.build(CPU)
-    weights = dict(built.policy.named_parameters())
+    weights = {**dict(built.policy.named_parameters()), **dict(built.policy.named_buffers())}
     with torch.no_grad():
         for name, weight in read_weights(file).items():
             weights[name].copy_(weight)

@@ -107,9 +107,9 @@ def test_what_members_share_has_the_gradient_of_each_alone():
 
 
 def test_the_update_holds_the_graph_of_one_step():
-    """Nine steps take hardly more memory than one, where one graph of all takes several times as much."""
+    """Nine steps take hardly more memory than two, where one graph of all takes several times as much."""
     peaks = {}
-    for steps in (2, 10):
+    for steps in (3, 10):
         workload = built(num_inference_steps=steps, window=WindowConfig("all"))
         rollouts = rolled(workload, 2, 4)
 
@@ -119,7 +119,7 @@ def test_the_update_holds_the_graph_of_one_step():
 
         peaks[steps] = peak_allocated(by_step)
         peaks[f"{steps} at once"] = peak_allocated(lambda w=workload, r=rollouts: w.score(r).logp.sum().backward())
-    assert peaks[10] < 1.6 * peaks[2]
+    assert peaks[10] < 1.2 * peaks[3]
     assert peaks["10 at once"] > 4 * peaks[10]
 
 

@@ -117,6 +117,6 @@ def _read_trained(checkpoint: Path, *, ema: bool) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _copy(transformer: Any, weights: Mapping[str, Tensor]) -> None:
-    own = dict(transformer.named_parameters())
+    own = {**dict(transformer.named_parameters()), **dict(transformer.named_buffers())}
     for name, weight in weights.items():
         own[name].copy_(weight)

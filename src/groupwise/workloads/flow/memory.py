@@ -1,18 +1,81 @@
-"""Memory of training a video flow model, by arithmetic: Wan's transformer, with or without camera layers. No torch."""
+"""Memory of training a flow model, by arithmetic; and the sizes of Wan's transformer. No torch."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from groupwise.core.errors import UserError, require
 from groupwise.memory.plan import Reduction
 from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
 
 _REQUIRED = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "in_channels", "text_dim")
+
+
+class Architecture(Protocol):
+    """A transformer's sizes: its parameters exactly, and the bytes of one token in it, as traced.
+
+    `part` is what is trained, as in TrainedPartsConfig; `number` are the bytes of a number in the frozen layers.
+    """
+
+    @property
+    def parameters(self) -> int: ...
+
+    def trained_params(self, part: str, rank: int) -> int: ...
+
+    def tokens(self, latent: tuple[int, ...], text_tokens: int) -> int:
+        """Of one row in one pass through the model."""
+        ...
+
+    def saved_bytes(self, part: str, number: int, rank: int) -> int:
+        """For the backward pass, over all blocks."""
+        ...
+
+    def backward_bytes(self, part: str, number: int) -> int:
+        """At the peak of the backward pass, besides what is saved."""
+        ...
+
+    def input_bytes(self, number: int) -> int:
+        """Of the inputs of all blocks: what is saved with gradient checkpointing."""
+        ...
+
+    def recomputed_bytes(self, part: str, number: int, rank: int) -> int:
+        """At the peak of the backward pass of a block that is recomputed."""
+        ...
+
+    def forward_bytes(self, part: str, number: int) -> int:
+        """At the peak of a pass without gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of a token in a block, as traced: per number of the width, and per number of the feed-forward width."""
+
+    saved: tuple[float, float]
+    """For the backward pass."""
+    backward: tuple[float, float]
+    """At the peak of the backward pass, besides what is saved."""
+    recomputed: tuple[float, float]
+    """The same with what is saved, of a block that is recomputed."""
+    attention: float
+    """At the peak of the attention without gradients; in the feed-forward part it is `feed_forward`."""
+    feed_forward: float
+
+
+_TRACED = {
+    ("lora", 2): BlockBytes((64.4, 2.0), (18.9, 0.87), (83.6, 3.5), 30.7, 10.7),
+    ("lora", 4): BlockBytes((54.3, 5.0), (15.7, 5.75), (68.6, 11.0), 43.2, 19.2),
+    ("camera", 2): BlockBytes((40.3, 2.0), (18.9, 0.87), (59.5, 3.5), 26.7, 10.7),
+    ("camera", 4): BlockBytes((46.3, 5.0), (15.7, 5.75), (60.5, 11.0), 37.2, 19.2),
+    ("recam", 4): BlockBytes((58.3, 5.0), (15.7, 5.75), (72.5, 11.0), 37.2, 19.2),
+    ("all", 4): BlockBytes((93.2, 8.0), (16.0, 4.0), (109.2, 12.0), 57.0, 17.2),
+}
+"""By what is trained, and by the bytes of a number in the frozen layers. Adapters get their inputs in float32."""
 
 
 @dataclass(frozen=True)
@@ -82,43 +145,55 @@ class WanArchitecture:
             return 0
         return self.pose_dim * self.width + self.width + self.width * self.width + self.width
 
+    def trained_params(self, part: str, rank: int) -> int:
+        if part == "lora":
+            return self.lora_params(rank)
+        return {"camera": self.camera_params, "recam": self.recam_params}.get(part, self.parameters)
 
-@dataclass(frozen=True)
-class BlockBytes:
-    """Bytes of a token in a block, as traced: per number of the width, and per number of the feed-forward width."""
+    def tokens(self, latent: tuple[int, ...], text_tokens: int) -> int:
+        """Of the clip, and with camera layers of its source, too. Text is only attended to."""
+        _, frames, height, width = latent
+        sources = 2 if self.pose_dim else 1
+        return sources * frames * (height // self.patch[1]) * (width // self.patch[2])
 
-    saved: tuple[float, float]
-    """For the backward pass."""
-    backward: tuple[float, float]
-    """At the peak of the backward pass, besides what is saved."""
-    recomputed: tuple[float, float]
-    """The same with what is saved, of a block that is recomputed."""
-    attention: float
-    """At the peak of the attention without gradients; in the feed-forward part it is `feed_forward`."""
-    feed_forward: float
+    def saved_bytes(self, part: str, number: int, rank: int) -> int:
+        return self.layers * (self._bytes(_traced(part, number).saved) + _adapter_bytes(part, rank))
 
-    def of(self, part: tuple[float, float], model: WanArchitecture) -> int:
-        return int(part[0] * model.width + part[1] * model.ffn_dim)
+    def backward_bytes(self, part: str, number: int) -> int:
+        return self._bytes(_traced(part, number).backward)
+
+    def input_bytes(self, number: int) -> int:
+        return self.layers * self.width * number
+
+    def recomputed_bytes(self, part: str, number: int, rank: int) -> int:
+        return self._bytes(_traced(part, number).recomputed) + _adapter_bytes(part, rank)
+
+    def forward_bytes(self, part: str, number: int) -> int:
+        """In the attention, or in the feed-forward part."""
+        traced = _traced(part, number)
+        attention, feed_forward = (traced.attention, 0.0), (traced.feed_forward, 2.0 * number)
+        return max(self._bytes(attention), self._bytes(feed_forward))
+
+    def _bytes(self, coefficients: tuple[float, float]) -> int:
+        return int(coefficients[0] * self.width + coefficients[1] * self.ffn_dim)
 
 
-_TRACED = {
-    ("lora", 2): BlockBytes((64.4, 2.0), (18.9, 0.87), (83.6, 3.5), 30.7, 10.7),
-    ("lora", 4): BlockBytes((54.3, 5.0), (15.7, 5.75), (68.6, 11.0), 43.2, 19.2),
-    ("camera", 2): BlockBytes((40.3, 2.0), (18.9, 0.87), (59.5, 3.5), 26.7, 10.7),
-    ("camera", 4): BlockBytes((46.3, 5.0), (15.7, 5.75), (60.5, 11.0), 37.2, 19.2),
-    ("recam", 4): BlockBytes((58.3, 5.0), (15.7, 5.75), (72.5, 11.0), 37.2, 19.2),
-    ("all", 4): BlockBytes((93.2, 8.0), (16.0, 4.0), (109.2, 12.0), 57.0, 17.2),
-}
-"""By what is trained, and by the bytes of a number in the frozen layers. Adapters get their inputs in float32."""
+def _traced(part: str, number: int) -> BlockBytes:
+    return _TRACED.get((part, number)) or _TRACED[part, 4]
+
+
+def _adapter_bytes(part: str, rank: int) -> int:
+    """Of a token in a block: what the first matrices of eight adapters give, in float32."""
+    return 8 * rank * 4 if part == "lora" else 0
 
 
 @dataclass(frozen=True)
 class FlowMemory:
-    """A video model, and the clips it works with."""
+    """A flow model, and the clips or images it works with."""
 
-    model: WanArchitecture
+    model: Architecture
     latent: tuple[int, ...]
-    """Channels, frames, height, width."""
+    """Channels, frames (of clips), height, width."""
     trained_steps: int
     """Denoising steps in the window: one graph at a time, all their latents."""
     part: str = "all"
@@ -129,8 +204,6 @@ class FlowMemory:
     guided: bool = False
     guided_together: bool = True
     """Prompt and negative prompt go through the model as one batch, not one after the other."""
-    has_source: bool = True
-    """A source clip is on the frame axis besides the generated one."""
     transformers: int = 1
     """Of which one is used at a time."""
     lora_rank: int = 32
@@ -163,11 +236,8 @@ class FlowMemory:
     @property
     def tokens(self) -> int:
         """Of one row in one pass through the model."""
-        _, frames, height, width = self.latent
-        _, patch_height, patch_width = self.model.patch
         together = 2 if self.guided and self.guided_together else 1
-        sources = 2 if self.has_source else 1
-        return sources * frames * (height // patch_height) * (width // patch_width) * together
+        return together * self.model.tokens(self.latent, self.text_tokens)
 
     @property
     def graphs(self) -> int:
@@ -176,45 +246,27 @@ class FlowMemory:
 
     def trajectory_bytes(self, spec: StepSpec) -> int:
         """The window's latents and the final one of every row of a rank."""
-        channels, frames, height, width = self.latent
         bytes_per_number = (self.trained_steps + 1) * self.storage_bytes + 4
-        return spec.shape.rollouts_per_rank * channels * frames * height * width * bytes_per_number
+        return spec.shape.rollouts_per_rank * math.prod(self.latent) * bytes_per_number
 
     def first_step_rows(self, spec: StepSpec) -> int:
         """Rows of a pass that the window's first step is computed for."""
         rows = spec.shape.largest_pass
         return spec.conditions_in(rows) if self.shared_noise else rows
 
-    @property
-    def _traced(self) -> BlockBytes:
-        return _TRACED.get((self.part, self.dtype_bytes)) or _TRACED[self.part, 4]
-
-    @property
-    def _adapter_bytes(self) -> int:
-        """Of a token in a block: what the adapters' first matrices give, in float32."""
-        return 8 * self.lora_rank * 4 if self.part == "lora" else 0
-
     def _weights(self) -> WeightBytes:
-        model, number, copies = self.model, self.dtype_bytes, self.transformers
-        parameters = copies * model.parameters
+        parameters, number = self.transformers * self.model.parameters, self.dtype_bytes
+        trained = self.transformers * self.model.trained_params(self.part, self.lora_rank)
         if self.part == "lora":
-            return WeightBytes(parameters, copies * model.lora_params(self.lora_rank), number, 4)
-        if self.part == "all":
-            return WeightBytes(0, parameters, trained_dtype_bytes=number)
-        trained = copies * (model.camera_params if self.part == "camera" else model.recam_params)
-        return WeightBytes(parameters - trained, trained, number, 4)
+            return WeightBytes(parameters, trained, number, 4)
+        return WeightBytes(parameters - trained, trained, number, number if self.part == "all" else 4)
 
     def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
-        """In the attention or the feed-forward part of a block; or while clips are decoded.
+        """In a block of the transformer, or while clips are decoded.
 
         All rows of a pass take the steps after the window, of which there is at least one, whatever they shared before.
         """
-        model, shape, traced = self.model, spec.shape, self._traced
-        block = int(
-            max(
-                traced.attention * model.width, traced.feed_forward * model.width + 2 * self.dtype_bytes * model.ffn_dim
-            )
-        )
+        shape, block = spec.shape, self.model.forward_bytes(self.part, self.dtype_bytes)
         decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
         latents = {"latents": self.trajectory_bytes(spec)}
         return [
@@ -225,12 +277,13 @@ class FlowMemory:
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:
         """The graph of one step of the window: of its rows, or of its groups where it is the first and only one."""
         rows = spec.shape.largest_pass if self.trained_steps > 1 else self.first_step_rows(spec)
-        model, traced, layers = self.model, self._traced, self.graphs * self.model.layers
+        model, part, number = self.model, self.part, self.dtype_bytes
         if self.checkpointing:
-            token = layers * model.width * self.dtype_bytes + traced.of(traced.recomputed, model) + self._adapter_bytes
+            recomputed = model.recomputed_bytes(part, number, self.lora_rank)
+            token = self.graphs * model.input_bytes(number) + recomputed
         else:
-            saved = traced.of(traced.saved, model) + self._adapter_bytes
-            token = layers * saved + traced.of(traced.backward, model)
+            saved = model.saved_bytes(part, number, self.lora_rank)
+            token = self.graphs * saved + model.backward_bytes(part, number)
         return {"latents": self.trajectory_bytes(spec), "activations": rows * self.tokens * token}
 
     def reductions(self) -> list[Reduction]:
@@ -244,8 +297,8 @@ class FlowMemory:
             memory = replace(memory, part="lora", lora_rank=32)
             effect = "only an adapter is trained"
             reductions.append(Reduction("train.part", "lora", memory, effect=effect, changes_result=True))
-        channels, frames, height, width = memory.latent
-        if frames > 2:
+        if len(memory.latent) == 4 and memory.latent[1] > 2:
+            channels, frames, height, width = memory.latent
             half = (frames + 1) // 2
             memory = replace(memory, latent=(channels, half, height, width), pixels=memory.pixels * half // frames)
             reductions.append(Reduction("latent frames", half, memory, previous=frames, changes_result=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import diffusers
 import torch
@@ -79,6 +79,14 @@ class ImageModel(FlowModel):
     def _encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         raise NotImplementedError
 
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return self.transform(self.policy, latents, self._schedule.timesteps(sigma), conditioning).float()
+
+    @staticmethod
+    def transform(transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
+        """The transformer's velocity; timesteps are from 0 to 1000."""
+        raise NotImplementedError
+
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
         with on_device(self.device, self.pipeline.vae):
@@ -118,16 +126,17 @@ class Sd3Model(ImageModel):
         )
         return {"text": text, "pooled": pooled}
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype = self.policy.dtype
-        (velocity,) = self.policy(
+    @staticmethod
+    def transform(transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype = transformer.dtype
+        (velocity,) = transformer(
             hidden_states=latents.to(dtype),
-            timestep=self._schedule.timesteps(sigma),
+            timestep=timestep,
             encoder_hidden_states=conditioning["text"].to(dtype),
             pooled_projections=conditioning["pooled"].to(dtype),
             return_dict=False,
         )
-        return velocity.float()
+        return cast(Tensor, velocity)
 
 
 class FluxModel(ImageModel):
@@ -150,19 +159,24 @@ class FluxModel(ImageModel):
         return {"text": text, "pooled": pooled}
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype, text = self.policy.dtype, conditioning["text"]
-        guidance = torch.full_like(sigma, self._guidance) if self._guidance is not None else None
-        (velocity,) = self.policy(
+        if self._guidance is not None:
+            conditioning = {**conditioning, "guidance": torch.full_like(sigma, self._guidance)}
+        return super().velocity(latents, sigma, conditioning)
+
+    @staticmethod
+    def transform(transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype, text = transformer.dtype, conditioning["text"]
+        (velocity,) = transformer(
             hidden_states=pack(latents).to(dtype),
-            timestep=self._schedule.timesteps(sigma) / 1000,
-            guidance=guidance,
+            timestep=timestep / 1000,
+            guidance=conditioning.get("guidance"),
             pooled_projections=conditioning["pooled"].to(dtype),
             encoder_hidden_states=text.to(dtype),
             txt_ids=latents.new_zeros(text.shape[1], 3),
             img_ids=_positions(latents),
             return_dict=False,
         )
-        return unpack(velocity.float(), latents.shape)
+        return unpack(velocity, latents.shape)
 
 
 class QwenImageModel(ImageModel):
@@ -179,21 +193,22 @@ class QwenImageModel(ImageModel):
         missing = length - text.shape[1]
         return {"text": pad(text, (0, 0, 0, missing)), "mask": pad(mask, (0, missing)).bool()}
 
-    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype, mask = self.policy.dtype, conditioning["mask"]
+    @staticmethod
+    def transform(transformer: Any, latents: Tensor, timestep: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype, mask = transformer.dtype, conditioning["mask"]
         longest = int(mask.sum(1).max())
         mask = mask[:, :longest]
         shape = (1, latents.shape[2] // 2, latents.shape[3] // 2)
-        (velocity,) = self.policy(
+        (velocity,) = transformer(
             hidden_states=pack(latents).to(dtype),
-            timestep=self._schedule.timesteps(sigma) / 1000,
+            timestep=timestep / 1000,
             guidance=None,
             encoder_hidden_states_mask=None if mask.all() else mask,
             encoder_hidden_states=conditioning["text"][:, :longest].to(dtype),
             img_shapes=[[shape]] * len(latents),
             return_dict=False,
         )
-        return unpack(velocity.float(), latents.shape)
+        return unpack(velocity, latents.shape)
 
     def guide(self, positive: Tensor, negative: Tensor, sigma: Tensor, scale: float) -> Tensor:
         combined = pack(guided(positive, negative, scale))

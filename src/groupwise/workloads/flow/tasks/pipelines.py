@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
+from groupwise.workloads.flow.image_memory import image_architecture
 from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config, read_wan_architecture
 from groupwise.workloads.flow.sampling.schedule import window_at
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from groupwise.memory.stages import StepSpec
     from groupwise.workloads.flow.models.base import FlowModel
     from groupwise.workloads.flow.task import Condition, FlowTask
+
+_IMAGE_TEXT_TOKENS = {"sd3": 333, "flux": 512, "qwen-image": 512}
+"""Tokens of a prompt as the pipelines encode it; Stable Diffusion 3 joins 77 of CLIP and 256 of T5."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +117,7 @@ class WanConfig(PipelineConfig):
         return _wan_memory(self, camera_layers=False)
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        return _trace_wan(self, spec)
+        return _trace(self, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanModel
@@ -153,7 +157,7 @@ class RecamConfig(PipelineConfig):
         return _wan_memory(self, camera_layers=True)
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        return _trace_wan(self, spec)
+        return _trace(self, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
@@ -177,6 +181,22 @@ class ImageConfig(PipelineConfig):
     """Flux.1-dev's guidance scale, an input of its transformer. sampling.guidance_scale is the pipeline's
     true_cfg_scale."""
 
+    def memory_model(self) -> FlowMemory:
+        """From the transformer's config.json. Text encoders and VAE, on the device one at a time, are not planned."""
+        architecture = image_architecture(read_transformer_config(_given(self.pipeline)), str(self.pipeline))
+        channels = architecture.token_out // 4
+        return FlowMemory(
+            architecture,
+            (channels, self.height // 8, self.width // 8),
+            pixels=3 * self.height * self.width,
+            text_tokens=_IMAGE_TEXT_TOKENS[architecture.model],
+            guided_together=architecture.model == "sd3",
+            **_memory_settings(self),
+        )
+
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
+        return _trace(self, spec)
+
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.image import load_image_model
 
@@ -192,32 +212,42 @@ class ImageConfig(PipelineConfig):
 
 
 def _wan_memory(config: WanConfig | RecamConfig, *, camera_layers: bool) -> FlowMemory:
-    if config.pipeline is None:
-        raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
-    architecture = read_wan_architecture(config.pipeline, camera_layers=camera_layers)
+    folder = _given(config.pipeline)
+    architecture = read_wan_architecture(folder, camera_layers=camera_layers)
     channels = architecture.out_channels or architecture.channels
     return FlowMemory(
         architecture,
         (channels, (config.frames - 1) // 4 + 1, config.height // 8, config.width // 8),
-        len(window_at(config.sampling, 0)),
-        config.train.part,
         pixels=3 * config.frames * config.height * config.width,
-        guided=config.sampling.guidance_scale != 1,
         guided_together=False,
-        has_source=camera_layers,
-        transformers=1 + (config.pipeline / "transformer_2" / "config.json").is_file(),
-        shared_noise=config.sampling.shared_noise,
-        decode_rows=config.encode_rows,
-        checkpointing=config.gradient_checkpointing,
-        lora_rank=config.train.lora_rank,
-        dtype_bytes=2 if config.dtype == "bfloat16" else 4,
-        storage_bytes=2 if config.sampling.latent_dtype == "bfloat16" else 4,
+        transformers=1 + (folder / "transformer_2" / "config.json").is_file(),
+        **_memory_settings(config),
     )
 
 
-def _trace_wan(config: WanConfig | RecamConfig, spec: StepSpec) -> Mapping[str, int]:
+def _memory_settings(config: PipelineConfig) -> dict[str, Any]:
+    """Settings of a FlowMemory that do not depend on the model."""
+    return {
+        "trained_steps": len(window_at(config.sampling, 0)),
+        "part": config.train.part,
+        "guided": config.sampling.guidance_scale != 1,
+        "shared_noise": config.sampling.shared_noise,
+        "decode_rows": config.encode_rows,
+        "checkpointing": config.gradient_checkpointing,
+        "lora_rank": config.train.lora_rank,
+        "dtype_bytes": 2 if config.dtype == "bfloat16" else 4,
+        "storage_bytes": 2 if config.sampling.latent_dtype == "bfloat16" else 4,
+    }
+
+
+def _given(pipeline: Path | None) -> Path:
+    if pipeline is None:
+        raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
+    return pipeline
+
+
+def _trace(config: WanConfig | RecamConfig | ImageConfig, spec: StepSpec) -> Mapping[str, int]:
     from groupwise.workloads.flow.trace import trace_flow
 
-    memory = config.memory_model()
-    assert config.pipeline is not None
-    return trace_flow(read_transformer_config(config.pipeline), config.train, memory, spec)
+    content = read_transformer_config(_given(config.pipeline))
+    return trace_flow(content, config.train, config.memory_model(), spec)
