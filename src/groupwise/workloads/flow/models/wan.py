@@ -53,7 +53,7 @@ class WanModel(FlowModel):
     """Text to video, and image to video where the pipeline is one: then the source clip is the image."""
 
     guides_in_one_pass = False
-    known = ("WanPipeline", "WanImageToVideoPipeline")
+    known: tuple[str, ...] = ("WanPipeline", "WanImageToVideoPipeline")
 
     def __init__(
         self,

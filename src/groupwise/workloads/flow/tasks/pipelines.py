@@ -67,6 +67,7 @@ class PipelineConfig(FlowConfig):
 
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.rewards.load import load_reward_functions
+        from groupwise.workloads.flow.images import draw_movie, draw_sheet
         from groupwise.workloads.flow.task import FlowTask
 
         for name in ("pipeline", "data"):
@@ -75,12 +76,15 @@ class PipelineConfig(FlowConfig):
         assert self.pipeline is not None
         assert self.data is not None
         rewards = load_reward_functions(self.rewards)
+        is_video = isinstance(self, WanConfig | RecamConfig)
         notes: list[str] = []
         return FlowTask(
             model=self.model(self.pipeline, device),
             conditions=self._read("data", notes),
             held_out=self._read("held_out", notes) if self.held_out else [],
             rewards=rewards,
+            images={"clips.png": draw_sheet, "clips.gif": draw_movie} if is_video else {"images.png": draw_sheet},
+            num_images=2 if is_video else 8,
             notes=notes,
         )
 
@@ -111,6 +115,9 @@ class WanConfig(PipelineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
+        if self.low_noise_guidance_scale is not None:
+            scale, rule = self.sampling.guidance_scale, "other than 1 where workload.low_noise_guidance_scale is given"
+            require(scale != 1, "workload.sampling.guidance_scale", scale, rule)
 
     def memory_model(self) -> FlowMemory:
         """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
