@@ -30,8 +30,11 @@ class TokenBytes:
 
 
 DOUBLE, SINGLE = "double", "single"
-_TRACED: dict[tuple[str, str, str, int], TokenBytes] = {}
-"""By model, kind of block, what is trained, and the bytes of a number in the frozen layers."""
+_TRACED = {
+    ("sd3", DOUBLE, 2): TokenBytes(45.0, 7.9, 56.1, 25.3),
+    ("sd3", DOUBLE, 4): TokenBytes(54.7, 19.1, 77.0, 45.0),
+}
+"""By model, kind of block, and the bytes of a number in the frozen layers; with an adapter on the attention."""
 _MODELS = {
     "SD3Transformer2DModel": "sd3",
     "FluxTransformer2DModel": "flux",
@@ -129,8 +132,20 @@ class ImageArchitecture:
         return int(max(getattr(traced, field) for traced in self._traced(part, number).values()) * self.width)
 
     def _traced(self, part: str, number: int) -> dict[str, TokenBytes]:
-        kinds = (DOUBLE, SINGLE) if self.single_blocks else (DOUBLE,)
-        return {kind: _TRACED[self.model, kind, "lora" if part == "lora" else "all", number] for kind in kinds}
+        assert part == "lora"
+        return {kind: _TRACED[self.model, kind, number] for kind in self._kinds}
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return (DOUBLE, SINGLE) if self.single_blocks else (DOUBLE,)
+
+    def require_known(self, part: str, number: int) -> None:
+        """Refuse what was not traced."""
+        if part != "lora" or any((self.model, kind, number) not in _TRACED for kind in self._kinds):
+            raise UserError(
+                f"workload.train.part is '{part}': the plan of this image model knows 'lora' alone. `groupwise plan"
+                " RECIPE --probe` measures a real step."
+            )
 
 
 def image_architecture(content: Mapping[str, Any], source: str = "The config") -> ImageArchitecture:

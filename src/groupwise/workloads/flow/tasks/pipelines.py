@@ -191,6 +191,7 @@ class ImageConfig(PipelineConfig):
     def memory_model(self) -> FlowMemory:
         """From the transformer's config.json. Text encoders and VAE, on the device one at a time, are not planned."""
         architecture = image_architecture(read_transformer_config(_given(self.pipeline)), str(self.pipeline))
+        architecture.require_known(self.train.part, 2 if self.dtype == "bfloat16" else 4)
         channels = architecture.token_out // 4
         return FlowMemory(
             architecture,
