@@ -20,8 +20,9 @@ SIZES = {"_class_name": "WanTransformer3DModel", "num_attention_heads": 2, "atte
 SIZES |= {"num_layers": 1, "ffn_dim": 256, "in_channels": 4, "out_channels": 4, "text_dim": 16, "freq_dim": 32}
 CASES = [("all", 1, {}), ("lora", 1, {}), ("all", 2, {"shared_noise": True}), ("lora", 2, {"shared_noise": True})]
 CASES += [("all", 2, {"checkpointing": True}), ("lora", 1, {"checkpointing": True, "shared_noise": True})]
-CASES += [("lora", 2, {"dtype_bytes": 2, "guided": True, "guided_together": False, "checkpointing": True})]
-CASES += [("camera", 1, {"dtype_bytes": 2}), ("recam", 1, {})]
+LARGER = {"latent": (4, 8, 32, 32)}
+CASES += [("lora", 2, {**LARGER, "dtype_bytes": 2, "guided": True, "guided_together": False, "checkpointing": True})]
+CASES += [("camera", 1, {**LARGER, "dtype_bytes": 2}), ("recam", 1, LARGER)]
 IMAGES = {
     "sd3": {
         "_class_name": "SD3Transformer2DModel",
@@ -30,7 +31,7 @@ IMAGES = {
         "out_channels": 4,
         "caption_projection_dim": 128,
         "qk_norm": "rms_norm",
-        "sample_size": 32,
+        "sample_size": 64,
         "pos_embed_max_size": 32,
     },
 }
@@ -50,7 +51,8 @@ def dtype_of(memory):
 
 @pytest.mark.parametrize(("part", "steps", "fields"), CASES)
 def test_plan_and_trace_agree(part, steps, fields):
-    memory = FlowMemory(wan_architecture(SIZES), (4, 4, 16, 16), steps, part, text_tokens=8, lora_rank=4, **fields)
+    fields = {"latent": (4, 4, 16, 16), "text_tokens": 8, "lora_rank": 4, **fields}
+    memory = FlowMemory(wan_architecture(SIZES), trained_steps=steps, part=part, **fields)
     train = TrainedPartsConfig(part=part, lora_rank=4)
     transformer = fake_transformer(SIZES, train, checkpointing=memory.checkpointing, dtype=dtype_of(memory))
     parameters = sum(weight.numel() for weight in transformer.parameters())
@@ -79,7 +81,7 @@ def test_plan_and_trace_agree_without_camera_layers():
 def test_plan_and_trace_of_image_models_agree(name, dtype_bytes, checkpointing):
     content = {**IMAGE_SIZES, **IMAGES[name]}
     fields = {"text_tokens": 32, "lora_rank": 4, "dtype_bytes": dtype_bytes, "checkpointing": checkpointing}
-    memory = FlowMemory(image_architecture(content), (4, 32, 32), 2, "lora", **fields)
+    memory = FlowMemory(image_architecture(content), (4, 64, 64), 2, "lora", **fields)
     transformer = fake_transformer(
         content, TrainedPartsConfig(lora_rank=4), camera=False, checkpointing=checkpointing, dtype=dtype_of(memory)
     )
