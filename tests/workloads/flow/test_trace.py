@@ -29,14 +29,30 @@ IMAGES = {
         "patch_size": 2,
         "in_channels": 4,
         "out_channels": 4,
-        "caption_projection_dim": 128,
+        "caption_projection_dim": 512,
+        "pooled_projection_dim": 32,
         "qk_norm": "rms_norm",
         "sample_size": 64,
         "pos_embed_max_size": 32,
     },
+    "flux": {
+        "_class_name": "FluxTransformer2DModel",
+        "patch_size": 1,
+        "in_channels": 16,
+        "num_single_layers": 2,
+        "guidance_embeds": True,
+        "pooled_projection_dim": 32,
+        "axes_dims_rope": (8, 28, 28),
+    },
+    "qwen-image": {
+        "_class_name": "QwenImageTransformer2DModel",
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 4,
+        "axes_dims_rope": (8, 28, 28),
+    },
 }
-IMAGE_SIZES = {"num_layers": 2, "num_attention_heads": 2, "attention_head_dim": 64, "joint_attention_dim": 32}
-IMAGE_SIZES |= {"pooled_projection_dim": 32}
+IMAGE_SIZES = {"num_layers": 2, "num_attention_heads": 8, "attention_head_dim": 64, "joint_attention_dim": 32}
 
 
 def assert_plan_is_traced(memory, transformer, spec):
@@ -66,7 +82,8 @@ def test_plan_and_trace_agree(part, steps, fields):
 
 def test_plan_and_trace_agree_without_camera_layers():
     """Wan from an image: more channels go in, and the image's embedding is attended to."""
-    content = {**SIZES, "in_channels": 8, "image_dim": 16, "added_kv_proj_dim": 64}
+    wide = {"num_attention_heads": 16, "ffn_dim": 2048}
+    content = {**SIZES, **wide, "in_channels": 8, "image_dim": 16, "added_kv_proj_dim": 512}
     architecture = replace(wan_architecture(content), pose_dim=0)
     memory = FlowMemory(architecture, (4, 8, 16, 32), 2, "lora", text_tokens=8, lora_rank=4, checkpointing=True)
     train = TrainedPartsConfig(lora_rank=4)

@@ -33,6 +33,12 @@ DOUBLE, SINGLE = "double", "single"
 _TRACED = {
     ("sd3", DOUBLE, 2): TokenBytes(45.0, 7.9, 56.1, 25.3),
     ("sd3", DOUBLE, 4): TokenBytes(54.7, 19.1, 77.0, 45.0),
+    ("flux", DOUBLE, 2): TokenBytes(39.3, 13.3, 53.3, 27.6),
+    ("flux", DOUBLE, 4): TokenBytes(51.2, 27.1, 78.2, 46.1),
+    ("flux", SINGLE, 2): TokenBytes(37.6, 20.2, 67.2, 35.6),
+    ("flux", SINGLE, 4): TokenBytes(44.3, 38.0, 93.4, 62.1),
+    ("qwen-image", DOUBLE, 2): TokenBytes(43.0, 19.7, 64.3, 35.3),
+    ("qwen-image", DOUBLE, 4): TokenBytes(50.7, 35.3, 86.0, 55.8),
 }
 """By model, kind of block, and the bytes of a number in the frozen layers; with an adapter on the attention."""
 _MODELS = {
