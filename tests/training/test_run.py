@@ -122,6 +122,8 @@ def test_a_folder_with_another_run_and_one_in_use_are_refused(tmp_path):
     gw.train(config_in(tmp_path / "a"))
     with pytest.raises(UserError, match=r"already holds a run \(6 steps\).*--resume"):
         gw.train(config_in(tmp_path / "a"))
+    with pytest.raises(UserError, match="already holds a run"):  # before anything large is loaded
+        gw.train(config_in(tmp_path / "a", workload=gw.WorkloadConfig()))
     holder = RunFolder(tmp_path / "a")
     holder.lock(resume=True)
     with pytest.raises(UserError, match="Another process is training"):

@@ -71,6 +71,9 @@ def train(config: Config) -> RunSummary:
     display = ProgressDisplay(config, silent=not comm.is_main)
     if comm.broadcast_object(comm.is_main and folder.is_of_this_job()):
         config = replace(config, run=replace(config.run, resume=True))
+    with comm.fail_together("Looking at the run folder"):
+        if comm.is_main:
+            folder.refuse_other_run(resume=config.run.resume)  # before a model is loaded
     checkpoint = newest_valid_checkpoint(folder.checkpoints, ignore_warning) if config.run.resume else None
     setup = set_up(config, checkpoint, warn=display.warn)
     with setup.comm.fail_together("Locking the run folder"):

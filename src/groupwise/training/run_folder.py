@@ -76,13 +76,20 @@ class RunFolder:
             raise UserError(
                 f"The run folder {self.path} cannot be written ({error.strerror}). Choose another with --run-dir."
             ) from error
-        if not resume and (self.has_run or newest_first(self.checkpoints)):
+        try:
+            self.refuse_other_run(resume=resume)
+        except UserError:
             self.release()
+            raise
+        self.write(_OWNER, asdict(Owner.current()))
+
+    def refuse_other_run(self, *, resume: bool) -> None:
+        """Refuse a folder that holds a run, unless it is to be continued. Nothing is written."""
+        if not resume and (self.has_run or newest_first(self.checkpoints)):
             raise UserError(
                 f"The run folder {self.path} already holds a run ({len(self.metrics())} steps). Continue it with"
                 " --resume, or choose another with --run-dir."
             )
-        self.write(_OWNER, asdict(Owner.current()))
 
     def release(self) -> None:
         self._lock.release()

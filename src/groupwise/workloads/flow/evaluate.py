@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
 from groupwise.workloads.flow.rewards import clip_rewards, weighted_sum
-from groupwise.workloads.flow.sampling.denoiser import Denoiser
 
 if TYPE_CHECKING:
     from groupwise.workloads.flow.workload import FlowWorkload
@@ -32,8 +32,10 @@ def evaluate_held_out(workload: FlowWorkload) -> Mapping[str, float]:
 @torch.no_grad()
 def generate_held_out(workload: FlowWorkload, indices: Tensor) -> Tensor:
     """Clips of these held-out conditions under the current policy, `eval_rows` at a time."""
-    config, steps = workload.config, workload.config.sampling.num_inference_steps
-    denoiser = Denoiser(config.sampling, workload.latent_shape, range(steps, steps), workload.device)
+    config = workload.config
+    steps = config.eval_steps or config.sampling.num_inference_steps
+    sampling = replace(config.sampling, shared_noise=True)  # or the noise would depend on it
+    denoiser = replace(workload.denoiser(steps), config=sampling, window=range(steps, steps))
     rows_per_pass = workload.row_limits["eval_rows"]
     rows = RolloutRows(config.eval_seed, 0, rows_per_pass, indices, torch.zeros_like(indices), indices)
     clips = []

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning, FlowModel
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.trained_parts import InitialWeights
 from groupwise.workloads.flow.task import Condition, ConditionSpec
@@ -20,7 +20,7 @@ from groupwise.workloads.flow.tasks.plane.config import ASSET, COLORS, FRAMES, S
 from groupwise.workloads.flow.tasks.plane.scene import encode_prompts
 
 
-class PlaneModel:
+class PlaneModel(FlowModel):
     """A FlowModel without text encoder and VAE: words are one-hot and latents are pixels."""
 
     def __init__(self, transformer: WanTransformer3DModel):
