@@ -1,6 +1,7 @@
 """MolmoE as published: what the original code computes from a tiny folder is computed here, under all knobs."""
 
 import json
+from copy import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -121,7 +122,9 @@ def test_all_published_prompts_have_the_ids_of_the_published_tokenizer(loaded, t
     cut_down_tokenizer().save(str(tmp_path / "tokenizer.json"))
     sizes = read_sizes(published_config(), "published")
     model = SimpleNamespace(config=MolmoeConfig.of_sizes(sizes))
-    real = replace(loaded, tokenizer=read_tokenizer(tmp_path / "tokenizer.json", sizes), model=model)
+    adapter = copy(loaded.adapter)
+    adapter.text_config = model.config.text_config
+    real = replace(loaded, tokenizer=read_tokenizer(tmp_path / "tokenizer.json", sizes), model=model, adapter=adapter)
     for prompt in table["prompts"]:
         content = [{"type": "image"}, {"type": "text", "text": prompt["prompt"]}]
         text = real.tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)

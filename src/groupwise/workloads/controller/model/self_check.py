@@ -35,8 +35,9 @@ _QUESTION_TOKENS = (4, 9)
 """The same for a model without a tokenizer or an image processor."""
 NEW_TOKENS = 4
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 2e-3}
-_LOW_PRECISION_TOLERANCE = 0.1
-"""Error of the logits, as root mean square, over the spread of the logits. Low precision rounds each block's output."""
+_LOW_PRECISION_TOLERANCE = 0.25
+"""Error of the logits, as root mean square, over the spread of the logits. Low precision rounds each block's output, so
+that some tokens go to other experts."""
 
 
 @dataclass(frozen=True)

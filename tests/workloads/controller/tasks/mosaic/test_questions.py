@@ -131,8 +131,8 @@ def test_the_cipher_of_a_type_and_row_writes_no_two_numbers_alike():
 def test_a_code_is_another_digit_for_other_names():
     words, answers = many(QuestionType.CODE)
     said = {pair[0]: answer for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
-    assert len(said) == 24
-    assert len(set(said.values())) > 5
+    assert len(said) == 8
+    assert len(set(said.values())) > 3
 
 
 def test_memorized_digits_never_change(asked_framed: dict[str, set[str]]):

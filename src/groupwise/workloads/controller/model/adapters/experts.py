@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from groupwise.core.errors import UserError
 
@@ -83,6 +84,8 @@ def router_rule(router: Any) -> RouterRule | None:
     Routers that choose by other numbers than the weights they return, such as scores with a correction, have no rule
     unless they return their choices in order.
     """
+    if any(weight.is_meta or isinstance(weight, FakeTensor) for weight in router.parameters()):
+        return RouterRule(sorts=False, renormalizes=bool(getattr(router, "norm_topk_prob", False)))  # nothing to try
     states = _probe_states(router)
     if states is None or len(inspect.signature(router.forward).parameters) != 1:
         return None
