@@ -52,15 +52,15 @@ OPTIONS = KnobOptions(
     crops_by_tier={tier.value: count for tier, count in CROPS.items()},
     total_blocks=BLOCKS,
     full_top_k=TOP_K,
-    drop_order=(15, 14, 13, 12),
+    drop_order=(11, 10, 9, 8),
     max_dropped_blocks=BLOCKS - FEWEST_BLOCKS,
     smallest_top_k=SMALLEST_TOP_K,
 )
 KNOBS = (
     OPTIONS.full,
     Knobs("high", 5, TOP_K, BLOCKS),
-    Knobs("high", 3, 6, 14),
-    Knobs("medium", 3, 6, 14),
+    Knobs("high", 3, 6, 10),
+    Knobs("medium", 3, 6, 10),
     Knobs("low", 5, SMALLEST_TOP_K, FEWEST_BLOCKS),
     OPTIONS.cheapest,
 )
