@@ -64,14 +64,14 @@ def main() -> None:
         files = write_folder(Path(made), int(gib * GIB))
         print(f"files {files / GIB:.2f} GiB in float32")
         for dtype in ("float32", "bfloat16"):
-            found = subprocess.run(
+            printed = subprocess.run(
                 [sys.executable, "-c", LOAD, made, dtype], capture_output=True, text=True, check=True
             ).stdout.split()
-            weights, peak, resident = (int(number) / GIB for number in found[:3])
+            weights, peak, resident = (int(number) / GIB for number in printed[:3])
             print(
                 f"{dtype}: weights {weights:.3f} GiB; peak above the imports {peak:.3f} GiB, {peak / weights:.3f} of"
                 f" the weights and {peak * GIB / files:.3f} of the files; largest resident set {resident:.3f} GiB;"
-                f" {float(found[3]):.0f} s"
+                f" {float(printed[3]):.0f} s"
             )
 
 

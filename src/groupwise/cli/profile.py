@@ -113,10 +113,10 @@ def _importance(options: ProfileArguments, as_json: bool) -> int:
     configure_process(options.threads)
     with quiet_stdout(as_json):
         report = _measure_importance(options)
-    found = {"drop_order": report.drop_order, **asdict(report), "data": str(options.data)}
-    output.write_text(to_json(found) + "\n")
+    content = {"drop_order": report.drop_order, **asdict(report), "data": str(options.data)}
+    output.write_text(to_json(content) + "\n")
     if as_json:
-        print_json({"importance": str(output), **found})
+        print_json({"importance": str(output), **content})
     else:
         print_table(_importance_table(report, output))
     return 0

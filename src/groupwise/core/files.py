@@ -90,12 +90,12 @@ def open_regular(path: Path, *, max_bytes: int | None = None) -> io.BufferedRead
     return os.fdopen(descriptor, "rb")
 
 
-def _problem(found: os.stat_result, max_bytes: int | None) -> str:
+def _problem(status: os.stat_result, max_bytes: int | None) -> str:
     """Why an open file is not read; empty where it is."""
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         return "it is not a regular file"
-    if max_bytes is not None and found.st_size > max_bytes:
-        return f"it has {format_bytes(found.st_size)}, and at most {format_bytes(max_bytes)} are read of such a file"
+    if max_bytes is not None and status.st_size > max_bytes:
+        return f"it has {format_bytes(status.st_size)}, and at most {format_bytes(max_bytes)} are read of such a file"
     return ""
 
 

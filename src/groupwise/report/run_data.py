@@ -103,10 +103,10 @@ def _has_parts(setting: object) -> bool:
 
 def _read_images(folder: Path, warn: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
     """Regular files that begin as their format does: a link could lead to any file of the reader's machine."""
-    found = [path for path in folder.iterdir() if path.suffix in _FIRST_BYTES]
-    if len(found) > _MAX_IMAGES:
-        warn(f"{len(found)} images: only the newest {_MAX_IMAGES} are shown.")
-    for path in sorted(found, key=_modified)[-_MAX_IMAGES:]:
+    images = [path for path in folder.iterdir() if path.suffix in _FIRST_BYTES]
+    if len(images) > _MAX_IMAGES:
+        warn(f"{len(images)} images: only the newest {_MAX_IMAGES} are shown.")
+    for path in sorted(images, key=_modified)[-_MAX_IMAGES:]:
         try:
             content = read_bytes(path, max_bytes=_MAX_IMAGE_BYTES)
         except UserError as error:

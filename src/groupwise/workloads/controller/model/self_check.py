@@ -72,10 +72,10 @@ def compare(loaded: LoadedModel) -> dict[str, float]:
     """The logits' error with full and with the cheapest knobs; a model that differs or cannot run is refused."""
     tolerance = _TOLERANCES.get(loaded.model.dtype, _LOW_PRECISION_TOLERANCE)
     differences = _differences(loaded, tolerance)
-    for knobs, found in differences.items():
-        if any(each.token is not None or not each.logits_error <= tolerance for each in found):
-            raise UserError(_difference_message(loaded, knobs, found, tolerance))
-    return {knobs: max(each.logits_error for each in found) for knobs, found in differences.items()}
+    for knobs, by_sample in differences.items():
+        if any(each.token is not None or not each.logits_error <= tolerance for each in by_sample):
+            raise UserError(_difference_message(loaded, knobs, by_sample, tolerance))
+    return {knobs: max(each.logits_error for each in by_sample) for knobs, by_sample in differences.items()}
 
 
 def _differences(loaded: LoadedModel, tolerance: float) -> dict[str, list[Difference]]:
@@ -90,11 +90,11 @@ def _differences(loaded: LoadedModel, tolerance: float) -> dict[str, list[Differ
         executor = Executor(adapter, options)
         answers, _ = executor.answer(requests, max_new_tokens=NEW_TOKENS)
     with _readable_errors(loaded, "transformers"):
-        found = [
+        by_sample = [
             _difference(adapter, request, answer, options.block_path(request.knobs), tolerance)
             for request, answer in zip(requests, answers, strict=True)
         ]
-    return {name: found[index * len(samples) :][: len(samples)] for index, name in enumerate(all_knobs)}
+    return {name: by_sample[index * len(samples) :][: len(samples)] for index, name in enumerate(all_knobs)}
 
 
 def _samples(loaded: LoadedModel) -> list[Sample]:
@@ -194,10 +194,10 @@ def _describe(loaded: LoadedModel) -> str:
     return f"The model {loaded.name!r} ({type(loaded.model).__name__} with the text model {text!r})"
 
 
-def _difference_message(loaded: LoadedModel, knobs: str, found: Sequence[Difference], tolerance: float) -> str:
-    error = max(each.logits_error for each in found)
-    wrong = [each.token for each in found if each.token is not None]
-    tokens = f", and {len(wrong)} of {len(found)} answers have other tokens" if wrong else ""
+def _difference_message(loaded: LoadedModel, knobs: str, by_sample: Sequence[Difference], tolerance: float) -> str:
+    error = max(each.logits_error for each in by_sample)
+    wrong = [each.token for each in by_sample if each.token is not None]
+    tokens = f", and {len(wrong)} of {len(by_sample)} answers have other tokens" if wrong else ""
     return (
         f"{_describe(loaded)} cannot be controlled: with {knobs} the executor's logits differ from those of"
         f" transformers by {error:.3g} of their standard deviation{tokens}; at most {tolerance:g} is rounding. Its text"

@@ -31,9 +31,9 @@ def read_tokenizer(file: Path, sizes: MolmoeSizes) -> PreTrainedTokenizerFast:
         raise UserError(f"{file} cannot be read as a tokenizer ({error}). Fetch this file again.") from error
     expected = {**sizes.image_token_ids, END_OF_TEXT: sizes.vocabulary - 1}
     for token, number in expected.items():
-        if (found := tokenizer.token_to_id(token)) != number:
+        if (actual := tokenizer.token_to_id(token)) != number:
             raise UserError(
-                f"{file} is the tokenizer of another model: {token!r} is {found} there, and MolmoE with this"
+                f"{file} is the tokenizer of another model: {token!r} is {actual} there, and MolmoE with this"
                 f" config.json has it at {number}. Take tokenizer.json from the same folder as the weights."
             )
     largest = max(tokenizer.get_vocab(with_added_tokens=True).values())

@@ -60,10 +60,14 @@ def find_rows_file(questions: Path) -> Path:
     """The one file of rows in a folder; any other path, such as a folder that `datasets` saved, as it is."""
     if not questions.is_dir() or (questions / _DATASETS_FILE).is_file() or (questions / _DATASETS_SPLITS).is_file():
         return questions
-    found = sorted(file for file in questions.iterdir() if file.suffix in (".jsonl", ".parquet"))
-    if len(found) == 1:
-        return found[0]
-    files = f"{len(found)} files of rows: {', '.join(file.name for file in found[:_MAX_NAMED])}" if found else "no rows"
+    candidates = sorted(file for file in questions.iterdir() if file.suffix in (".jsonl", ".parquet"))
+    if len(candidates) == 1:
+        return candidates[0]
+    files = (
+        f"{len(candidates)} files of rows: {', '.join(file.name for file in candidates[:_MAX_NAMED])}"
+        if candidates
+        else "no rows"
+    )
     raise UserError(
         f"workload.questions is the folder {questions}, which holds {files}. Put one .jsonl or .parquet file beside the"
         " images, or name the file."
