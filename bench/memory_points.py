@@ -126,8 +126,7 @@ class Flow(_PointDefaults):
         return two_groups(self.rows)
 
     def memory_model(self) -> FlowMemory:
-        rank = 4 if self.part == "lora" else None
-        return FlowMemory(wan_architecture(self.sizes), self.latent, self.steps, text_tokens=8, lora_rank=rank)
+        return FlowMemory(wan_architecture(self.sizes), self.latent, self.steps, self.part, text_tokens=8, lora_rank=4)
 
     def step(self, fake: bool) -> TracedStep:
         from groupwise.workloads.flow.config import TrainedPartsConfig

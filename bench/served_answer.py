@@ -1,4 +1,4 @@
-"""One answer of the embedded model at a time, with the same question and knobs three ways, in one interleaved run.
+"""One answer of the embedded model at a time, with the same question and knobs three ways in random order.
 
     stock      transformers' own forward: dropped blocks taken out, top-k set, logits of the last token only
     executor   the executor with these knobs, no controller
@@ -13,6 +13,7 @@ python bench/served_answer.py
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import sys
 import time
@@ -27,10 +28,11 @@ from transformers import LlavaForConditionalGeneration
 
 from groupwise.dist.process import configure_process
 from groupwise.workloads.controller.model.adapters import LlavaAdapter, Sample
-from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
-from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
+from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor
+from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, WorkCounts
 from groupwise.workloads.controller.policy.network import ControllerNetwork
-from groupwise.workloads.controller.serving.server import BudgetLimit, ControllerServer
+from groupwise.workloads.controller.serving.limits import BudgetLimit, LeastBounds, PacedBounds
+from groupwise.workloads.controller.serving.server import ControllerServer, ServedAnswer
 from groupwise.workloads.controller.tasks.mosaic.model import (
     BLOCKS,
     FEWEST_BLOCKS,
@@ -50,24 +52,26 @@ OPTIONS = KnobOptions(
     crops_by_tier={tier.value: count for tier, count in CROPS.items()},
     total_blocks=BLOCKS,
     full_top_k=TOP_K,
-    drop_order=(15, 14, 13, 12),
+    drop_order=(11, 10, 9, 8),
     max_dropped_blocks=BLOCKS - FEWEST_BLOCKS,
     smallest_top_k=SMALLEST_TOP_K,
 )
 KNOBS = (
     OPTIONS.full,
     Knobs("high", 5, TOP_K, BLOCKS),
-    Knobs("high", 3, 6, 14),
-    Knobs("medium", 3, 6, 14),
+    Knobs("high", 3, 6, 10),
+    Knobs("medium", 3, 6, 10),
     Knobs("low", 5, SMALLEST_TOP_K, FEWEST_BLOCKS),
     OPTIONS.cheapest,
 )
+WAYS = ("stock", "plain", "served")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Times:
-    """One question answered in the three ways, in milliseconds; the controller's own are within `served`."""
+    """One question answered in the three ways, in milliseconds of processor time; the controller's own are within
+    `served`."""
 
     stock: float
     executor: float
@@ -81,22 +85,25 @@ class Ways:
     def __init__(self, model: LlavaForConditionalGeneration, knobs: Knobs):
         self.model, self.knobs = model, knobs
         self.executor = Executor(LlavaAdapter(model), OPTIONS)
-        self.server = ControllerServer(ControllerNetwork(model.config.text_config.hidden_size, OPTIONS), self.executor)
+        network = ControllerNetwork(model.config.text_config.hidden_size, OPTIONS)
+        self.server = ControllerServer(network, self.executor, clock=time.thread_time)
         configurations = list(OPTIONS.configurations())
         bound_ms = torch.full((len(configurations),), torch.inf)
         bound_ms[configurations.index(knobs)] = 1.0
-        self.limit = BudgetLimit(1.0, 0.5, bound_ms.view(OPTIONS.shape))
+        self.limit = BudgetLimit(PacedBounds(LeastBounds(bound_ms.view(OPTIONS.shape))), 1.0, 0.5)
 
-    def time(self, sample: Sample, *, stock_first: bool) -> Times:
-        if stock_first:
-            stock_ms, token = self.stock(sample)
-        executor_ms, (answers, _) = timed(lambda: self.executor.answer([AnswerRequest(sample, self.knobs)]))
-        served_ms, (served,) = timed(lambda: self.server.serve([(sample, self.limit)]))
-        if not stock_first:
-            stock_ms, token = self.stock(sample)
+    def time(self, sample: Sample, order: Sequence[str] = WAYS) -> Times:
+        timed_ways = {way: getattr(self, way)(sample) for way in order}
+        (stock_ms, token), (executor_ms, (answers, _)), (served_ms, (served,)) = (timed_ways[way] for way in WAYS)
         assert served.knobs == self.knobs
         assert served.tokens == answers[0].tokens == (token,)
         return Times(stock_ms, executor_ms, served_ms, served.controller_ms)
+
+    def plain(self, sample: Sample) -> tuple[float, tuple[list[Answer], WorkCounts]]:
+        return timed(lambda: self.executor.answer([AnswerRequest(sample, self.knobs)]))
+
+    def served(self, sample: Sample) -> tuple[float, list[ServedAnswer]]:
+        return timed(lambda: self.server.serve([(sample, self.limit)]))
 
     def stock(self, sample: Sample) -> tuple[float, int]:
         knobs, tier = self.knobs, Tier(self.knobs.tier)
@@ -161,10 +168,11 @@ def main(count: int = 60) -> None:
     gc.disable()
     for warm_up in samples[:3]:
         for way in ways.values():
-            way.time(warm_up, stock_first=True)
-    for number, sample in enumerate(samples):
+            way.time(warm_up)
+    source = random.Random(0)
+    for sample in samples:
         for knobs, way in ways.items():
-            times[knobs].append(way.time(sample, stock_first=number % 2 == 0))
+            times[knobs].append(way.time(sample, source.sample(WAYS, 3)))
     print(f"{count} questions a setting, one at a time on one thread: median (quartiles)")
     for knobs, measured in times.items():
         title = f"{knobs.tier}, position {knobs.insertion_position}, top-{knobs.top_k}, {knobs.blocks} blocks"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,15 @@ class TinyWorkload(gw.Workload):
             reference = taken(self.reference(rollouts.data["condition"]))
         return gw.Scores(taken(logp), entropy=-(logp.exp() * logp).sum(-1), reference_logp=reference)
 
+    def score_parts(self, rollouts: gw.Rollouts) -> Sequence[Callable[[], gw.Scores]]:
+        if not self.config.score_by_decision:
+            return super().score_parts(rollouts)
+        return [partial(self._score_decision, rollouts, index) for index in range(DECISIONS)]
+
+    def _score_decision(self, rollouts: gw.Rollouts, index: int) -> gw.Scores:
+        scored = self.score(rollouts).by_name()
+        return gw.Scores(**{name: column[:, index : index + 1] for name, column in scored.items()})
+
     def evaluate(self) -> dict[str, float]:
         best = torch.arange(CONDITIONS) % CHOICES
         return {"right": (self.policy(torch.arange(CONDITIONS)).argmax(-1) == best[:, None]).double().mean().item()}
@@ -86,6 +96,9 @@ class TinyConfig(gw.WorkloadConfig):
     """The member of each group whose reward fails."""
     flat_below: int = 0
     """Conditions below this number give every member the same reward."""
+
+    score_by_decision: bool = False
+    """Score each decision apart, with a graph of its own."""
 
     def build(self, device: torch.device) -> TinyWorkload:
         return TinyWorkload(self, device)

@@ -1,5 +1,6 @@
 """Every command and snippet in README and docs runs, in shrunken form: a documented command is never refused."""
 
+import json
 import re
 import shutil
 
@@ -11,6 +12,7 @@ from PIL import Image
 from tiny.chat import write_lines
 from tiny.llama import qwen3, save_model
 from tiny.llava import save_llava
+from tiny.molmoe import copy_folder, published_config
 from tiny.vqa import write_vqa
 from tiny.wan import save_noise_clip, save_tiny_wan
 
@@ -52,11 +54,18 @@ def write_qwen_config(folder):
     (folder / "config.json").write_text(qwen3().config.to_json_string(use_diff=False))
 
 
+def write_published_molmoe(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(published_config()))
+
+
 FIXTURES = {
     "llama": lambda path: save_model(path, positions=512),
     "questions": write_questions,
     "rewards": write_rewards,
     "llava": save_llava,
+    "molmoe": copy_folder,
+    "molmoe_published": write_published_molmoe,
     "vqa": lambda path: write_vqa(path, 12),
     "photo": write_photo,
     "wan": save_tiny_wan,

@@ -278,7 +278,7 @@ def test_train_check_and_eval_print_json(capsys, tmp_path):
     code, out, _ = run(capsys, "check", "fakes:recipe", "--json")
     assert code == 0
     assert json.loads(out)["passed"] is True
-    code, out, _ = run(capsys, "eval", folder, "--json")
+    code, out, _ = run(capsys, "eval", folder, "--recipe", "fakes:recipe", "--json")
     assert code == 0
     assert json.loads(out)["metrics"] == summary["eval_after"]
 

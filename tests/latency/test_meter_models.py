@@ -113,17 +113,12 @@ class Ticks:
         self.now_ms, self.blocks_run = 0.0, set()
         for ms, modules in ((1000, parts.vision.values()), (10, parts.blocks), (1, [parts.head])):
             for index, module in enumerate(modules):
-                module.forward = self.after(ms, module.forward, index)
+                module.register_forward_hook(functools.partial(self.tick, ms, index))
 
-    def after(self, ms, forward, index):
-        @functools.wraps(forward)
-        def ticking(*inputs, **named):
-            self.now_ms += ms
-            if ms == 10:
-                self.blocks_run.add(index)
-            return forward(*inputs, **named)
-
-        return ticking
+    def tick(self, ms, index, *_):
+        self.now_ms += ms
+        if ms == 10:
+            self.blocks_run.add(index)
 
     def __call__(self):
         return self.now_ms / 1000

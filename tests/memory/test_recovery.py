@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import ENVIRONMENT, on_ranks
 from safetensors.torch import load_file
@@ -160,6 +160,7 @@ class TwoLimits:
         self.policy, self.row_limits = torch.nn.Linear(1, 1), {"decode_rows": decode_rows}
 
 
+@settings(max_examples=20, deadline=None)  # each retry collects garbage
 @given(st.integers(1, 300), st.integers(1, 100), st.integers(1, 64))
 def test_limits_are_halved_in_order_down_to_one_row(decode_rows, rows_per_pass, rows_per_rank):
     workload, warnings, tried = TwoLimits(decode_rows), [], []

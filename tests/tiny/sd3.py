@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from diffusers import (
-    AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
@@ -16,7 +15,8 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, T5Config, 
 
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
-from groupwise.workloads.flow.tasks.pipelines import Sd3Config
+from groupwise.workloads.flow.tasks.pipelines import ImageConfig
+from tiny.flux import tiny_image_vae
 from tiny.wan import LORA, WORDS, tiny_tokenizer
 
 
@@ -50,35 +50,25 @@ def save_tiny_sd3(folder: Path) -> Path:
             out_channels=4,
             pos_embed_max_size=8,
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-            block_out_channels=(4, 4),
-            latent_channels=4,
-            norm_num_groups=2,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            shift_factor=0.06,
-            scaling_factor=1.5,
-        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=tiny_image_vae(),
         text_encoder=CLIPTextModelWithProjection(text),
         tokenizer=tiny_tokenizer(16),
         text_encoder_2=CLIPTextModelWithProjection(text),
         tokenizer_2=tiny_tokenizer(16),
         text_encoder_3=T5EncoderModel(t5),
-        tokenizer_3=tiny_tokenizer(16),
+        tokenizer_3=tiny_tokenizer(256),
     )
     pipeline.save_pretrained(folder)
     return folder
 
 
-def tiny_sd3(folder: Path, **settings: Any) -> Sd3Config:
+def tiny_sd3(folder: Path, **settings: Any) -> ImageConfig:
     """The config of `flow-sd3` for a folder with such a pipeline and prompts.jsonl."""
     sampling = SamplingConfig(num_inference_steps=3, guidance_scale=3.0, window=WindowConfig("sliding", 1.0, size=1))
     defaults = {"pipeline": folder / "pipeline", "data": folder / "prompts.jsonl", "train": LORA, "reference": True}
     sizes = {"height": 16, "width": 16, "dtype": "float32"}
-    return Sd3Config(
+    return ImageConfig(
         sampling,
         rewards=RewardFunctionsConfig(functions=("warmth=workloads.flow.small:warmth",)),
         **{**defaults, **sizes, **settings},

@@ -7,12 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from diffusers import (
+    AutoencoderKLWan,
+    FlowMatchEulerDiscreteScheduler,
+    WanImageToVideoPipeline,
+    WanPipeline,
+    WanTransformer3DModel,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    CLIPVisionModel,
+    PreTrainedTokenizerFast,
+    UMT5Config,
+    UMT5EncoderModel,
+)
 
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import TrainedPartsConfig
@@ -33,32 +46,47 @@ def tiny_tokenizer(length: int) -> PreTrainedTokenizerFast:
     )
 
 
-def save_tiny_wan(folder: Path) -> Path:
-    """A pipeline with latents of 16 channels, a quarter of the frames (and one), an eighth of the size."""
-    torch.manual_seed(1)
-    pipeline = WanPipeline(
-        tokenizer=tiny_tokenizer(226),
-        text_encoder=UMT5EncoderModel(
+def tiny_wan_transformer(**changes: Any) -> WanTransformer3DModel:
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 12, "in_channels": 16, "out_channels": 16}
+    sizes |= {"text_dim": 16, "freq_dim": 16, "ffn_dim": 24, "num_layers": 2, "rope_max_seq_len": 32}
+    return WanTransformer3DModel(**{"patch_size": (1, 2, 2), **sizes, **changes})
+
+
+def tiny_wan_parts() -> dict[str, Any]:
+    """All but the transformers: latents of 16 channels, a quarter of the frames (and one), an eighth of the size."""
+    return {
+        "tokenizer": tiny_tokenizer(512),
+        "text_encoder": UMT5EncoderModel(
             UMT5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         ),
-        vae=AutoencoderKLWan(
+        "vae": AutoencoderKLWan(
             base_dim=4, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
         ),
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=5.0),
-        transformer=WanTransformer3DModel(
-            patch_size=(1, 2, 2),
-            num_attention_heads=2,
-            attention_head_dim=12,
-            in_channels=16,
-            out_channels=16,
-            text_dim=16,
-            freq_dim=16,
-            ffn_dim=24,
-            num_layers=2,
-            rope_max_seq_len=32,
-        ),
+        "scheduler": FlowMatchEulerDiscreteScheduler(shift=5.0),
+    }
+
+
+def save_tiny_wan(folder: Path, **changes: Any) -> Path:
+    """Text to video; `transformer_2` and `boundary_ratio` make it Wan 2.2."""
+    torch.manual_seed(1)
+    parts = {**tiny_wan_parts(), "transformer": tiny_wan_transformer(), **changes}
+    WanPipeline(**parts).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_wan_i2v(folder: Path, **changes: Any) -> Path:
+    """Image to video, with the CLIP embedding of Wan 2.1."""
+    torch.manual_seed(3)
+    vision = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
-    pipeline.save_pretrained(folder)
+    transformer = tiny_wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=24, pos_embed_seq_len=None)
+    clip = {
+        "image_encoder": CLIPVisionModel(vision),
+        "image_processor": CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16),
+        "transformer": transformer,
+    }
+    WanImageToVideoPipeline(**{**tiny_wan_parts(), **clip, **changes}).save_pretrained(folder)
     return folder
 
 

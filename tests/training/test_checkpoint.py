@@ -97,7 +97,7 @@ def test_a_damaged_description_is_damage(tmp_path, damage):
 
 
 def test_when_all_are_damaged_no_run_is_started_over(tmp_path):
-    (write(tmp_path, 5) / "optimizer.pt").unlink()
+    (write(tmp_path, 5) / "optimizer.safetensors").unlink()
     with pytest.raises(UserError, match=r"Every checkpoint .* is damaged"):
         newest_valid_checkpoint(tmp_path, lambda text: None)
     assert newest_valid_checkpoint(tmp_path / "nowhere", lambda text: None) is None
@@ -105,7 +105,7 @@ def test_when_all_are_damaged_no_run_is_started_over(tmp_path):
 
 def test_a_checkpoint_names_what_made_it(tmp_path):
     meta = json.loads((write(tmp_path, 5) / "checkpoint.json").read_text())
-    assert set(meta["sha256"]) == {"policy.safetensors", "optimizer.pt", "ema.safetensors", "checkpoint.json"}
+    assert set(meta["sha256"]) == {"policy.safetensors", "optimizer.safetensors", "ema.safetensors", "checkpoint.json"}
 
 
 def test_whether_a_step_is_fused_depends_on_the_device_that_resumes(tmp_path):

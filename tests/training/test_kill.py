@@ -8,7 +8,7 @@ from processes import groupwise, kill, start, wait_for_steps
 
 from groupwise.core.files import read_jsonl
 
-FILES = ("policy.safetensors", "optimizer.pt", "ema.safetensors")
+FILES = ("policy.safetensors", "optimizer.safetensors", "ema.safetensors")
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 
 

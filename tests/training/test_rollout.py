@@ -164,7 +164,7 @@ def test_a_resumed_run_refills_alike(tmp_path):
 def test_a_dataset_too_small_for_the_rounds_is_refused():
     with pytest.raises(UserError, match=r"refill is 8, so .* 9 x conditions_per_step 4 = 36 .*Take refill 4 or less"):
         set_up(small(refill=8))
-    with pytest.raises(UserError, match="refill is -1: it must be 0 or more"):
+    with pytest.raises(UserError, match="refill is -1: it must be from 0 to 1,000"):
         small(refill=-1)
 
 

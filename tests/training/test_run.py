@@ -37,7 +37,8 @@ def steps_of(folder):
 def files_of(folder, step):
     checkpoint = folder / "checkpoints" / f"step-{step:06d}"
     return {
-        name: (checkpoint / name).read_bytes() for name in ("policy.safetensors", "optimizer.pt", "ema.safetensors")
+        name: (checkpoint / name).read_bytes()
+        for name in ("policy.safetensors", "optimizer.safetensors", "ema.safetensors")
     }
 
 
@@ -88,7 +89,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, damage, capsys
     gw.train(config_in(tmp_path / "a"))
     whole = files_of(tmp_path / "a", 6)
     newest = tmp_path / "a" / "checkpoints" / "step-000006"
-    target = newest / ("checkpoint.json" if damage == "meta" else "optimizer.pt")
+    target = newest / ("checkpoint.json" if damage == "meta" else "optimizer.safetensors")
     raw = bytearray(target.read_bytes())
     raw[len(raw) // 2] ^= 1
     if damage == "missing":
@@ -121,6 +122,8 @@ def test_a_folder_with_another_run_and_one_in_use_are_refused(tmp_path):
     gw.train(config_in(tmp_path / "a"))
     with pytest.raises(UserError, match=r"already holds a run \(6 steps\).*--resume"):
         gw.train(config_in(tmp_path / "a"))
+    with pytest.raises(UserError, match="already holds a run"):  # before anything large is loaded
+        gw.train(config_in(tmp_path / "a", workload=gw.WorkloadConfig()))
     holder = RunFolder(tmp_path / "a")
     holder.lock(resume=True)
     with pytest.raises(UserError, match="Another process is training"):

@@ -62,6 +62,16 @@ def test_every_pass_size_gives_the_same_gradient(loss, updates):
         assert_close(gradient_of(replace(config, rows_per_pass=rows)), whole, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("updates", [1, 3])
+def test_backward_decision_by_decision_gives_the_same_gradient(loss, updates):
+    """In float64, with ragged rows, and with ratios away from 1 after the first of three updates."""
+    config = changed(recipe(), loss=loss, optimizer={"updates_per_step": updates, "max_grad_norm": None})
+    whole, apart = (gradient_of(replace(config, workload=TinyConfig(score_by_decision=by))) for by in (False, True))
+    assert whole.abs().max() > 1e-3
+    assert_close(apart, whole, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize(("step", "weight"), [(0, 0.2), (2, 0.15), (8, 0.0)])
 def test_the_entropy_bonus_falls_in_a_straight_line(step, weight):
     assert LossConfig(entropy=0.2, entropy_end=0.0).entropy_at(step / 8) == pytest.approx(weight)

@@ -3,6 +3,7 @@
     python -m tools.mosaic pretrain --folder runs/mosaic     resumes after a kill
     python -m tools.mosaic importance                        measures the drop order of its blocks
     python -m tools.mosaic answer-table                      precomputes its answers for the recipe `controller`
+    python -m tools.mosaic contact-sheet                     draws the families of mosaics for the docs
 
 Before `importance`, copy config.json, generation_config.json and model.safetensors from the folder into
 src/groupwise/workloads/controller/tasks/mosaic/asset.
@@ -14,20 +15,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import tyro
 from rich.console import Console
 
 from groupwise.workloads.controller.task import Question, Split
-from groupwise.workloads.controller.tasks.mosaic.answer_table import save_answer_table
+from groupwise.workloads.controller.tasks.mosaic.answer_table import options_of_other_order, save_answer_table
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
-from groupwise.workloads.controller.tasks.mosaic.model import ASSET, load_mosaic
+from groupwise.workloads.controller.tasks.mosaic.model import (
+    ASSET,
+    load_drop_order,
+    load_mosaic,
+    load_other_drop_orders,
+    mosaic_options,
+)
 from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_questions
 from tools.mosaic.answer_table import answer_in_processes
+from tools.mosaic.contact_sheet import draw_contact_sheet
 from tools.mosaic.curriculum import PretrainConfig
-from tools.mosaic.importance import measure_importance, save_importance
+from tools.mosaic.importance import find_drop_orders, save_drop_orders
 from tools.mosaic.pretrain import pretrain
 
 _CONSOLE = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -64,15 +73,14 @@ class PretrainCommand:
 
 @dataclass(frozen=True)
 class ImportanceCommand:
-    """Write importance.json: what dropping each block adds to the loss on validation mosaics."""
+    """Write importance.json: in which order blocks are dropped, measured on validation mosaics."""
 
     mosaics: int = 200
     """With two questions of every type each."""
 
     def run(self) -> None:
         questions = make_question_set(HandwritingSplit.VALIDATION, self.mosaics)
-        order = save_importance(ASSET, measure_importance(load_mosaic(), questions, _CONSOLE.print))
-        _CONSOLE.print(f"Drop order: {order}")
+        save_drop_orders(ASSET, find_drop_orders(load_mosaic(), questions, _CONSOLE.print))
 
 
 @dataclass(frozen=True)
@@ -99,9 +107,27 @@ class AnswerTableCommand:
         def print_progress(done: int) -> None:
             _CONSOLE.print(f"{done} of {len(questions)} questions, {time.monotonic() - started:.0f} s")
 
-        tokens = answer_in_processes(questions, processes=self.processes, on_progress=print_progress)
-        path = save_answer_table([question.sample.name for question in questions], tokens)
-        _CONSOLE.print(f"{len(questions)} questions under {tokens.shape[1]} configurations: {path}")
+        names = [question.sample.name for question in questions]
+        tokens: dict[tuple[int, ...], np.ndarray] = {}
+        for order in (tuple(load_drop_order()), *load_other_drop_orders()):
+            _CONSOLE.print(f"Drop order {', '.join(map(str, order))}")
+            options = mosaic_options() if not tokens else options_of_other_order(order)
+            tokens[order] = answer_in_processes(
+                questions, options, processes=self.processes, on_progress=print_progress
+            )
+        own, *others = tokens.values()
+        path = save_answer_table(names, own, others)
+        _CONSOLE.print(f"{len(questions)} questions under {own.shape[1]} configurations: {path}")
+
+
+@dataclass(frozen=True)
+class ContactSheetCommand:
+    """Draw the families of mosaics, as the docs show them."""
+
+    file: Path = Path("docs/mosaic.png")
+
+    def run(self) -> None:
+        draw_contact_sheet(self.file)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -109,6 +135,7 @@ def main(arguments: list[str] | None = None) -> None:
         "pretrain": PretrainCommand,
         "importance": ImportanceCommand,
         "answer-table": AnswerTableCommand,
+        "contact-sheet": ContactSheetCommand,
     }
     tyro.extras.subcommand_cli_from_dict(commands, prog="python -m tools.mosaic", args=arguments).run()
 

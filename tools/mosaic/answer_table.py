@@ -6,6 +6,7 @@ begin with the same blocks share them: a walk over the tree of block paths compu
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 
 import numpy as np
@@ -16,7 +17,7 @@ from transformers import LlavaForConditionalGeneration
 
 from groupwise.workloads.controller.model.knobs import KnobOptions
 from groupwise.workloads.controller.task import Question
-from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options
+from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic
 from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN, QUESTION_TOKENS, QUESTION_TYPES
 from tools.mosaic.dense_forward import BlockPass, SharedPrefixLayout, block_pass, block_weights, pack, rms_norm
 
@@ -25,22 +26,22 @@ BlockPath = tuple[int, ...]
 
 
 def answer_in_processes(
-    questions: Sequence[Question], *, processes: int, on_progress: Callable[[int], None]
+    questions: Sequence[Question], options: KnobOptions, *, processes: int, on_progress: Callable[[int], None]
 ) -> UInt8[np.ndarray, "questions configurations"]:
     """`answer_every_configuration` of the embedded model, some mosaics at a time in each process."""
     size = _MOSAICS_PER_PASS * len(QUESTION_TYPES)
     batches = [questions[first : first + size] for first in range(0, len(questions), size)]
     tokens: list[np.ndarray] = []
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        for answered in pool.map(_answer_batch, batches):
+        for answered in pool.map(partial(_answer_batch, options), batches):
             tokens.append(answered)
             on_progress(sum(map(len, tokens)))
     return np.concatenate(tokens)
 
 
-def _answer_batch(questions: Sequence[Question]) -> np.ndarray:
+def _answer_batch(options: KnobOptions, questions: Sequence[Question]) -> np.ndarray:
     torch.set_num_threads(1)
-    return answer_every_configuration(load_mosaic(), mosaic_options(), questions)
+    return answer_every_configuration(load_mosaic(), options, questions)
 
 
 @torch.inference_mode()

@@ -1,7 +1,8 @@
-"""Which blocks the model misses least: the added loss without each of them, on validation handwriting."""
+"""Which blocks the model misses least, measured on validation handwriting."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -64,31 +65,61 @@ def answer_losses(
     return (scores.argmax(1) == answers).numpy(), functional.cross_entropy(scores, answers, reduction="none").numpy()
 
 
-def measure_importance(
-    model: LlavaForConditionalGeneration, question_set: QuestionSet, print_line: Callable[[str], None]
-) -> dict[int, float]:
-    """What dropping each block alone adds to the mean loss, the least important block first.
+@dataclass(frozen=True)
+class DropOrder:
+    """Blocks in the order in which they are dropped, and the accuracy after each."""
 
-    Blocks before the latest insertion position always run.
+    blocks: tuple[int, ...]
+    accuracy: tuple[float, ...]
+    """Of the questions it was chosen on, without a drop and after each."""
+
+
+def find_drop_orders(
+    model: LlavaForConditionalGeneration, question_set: QuestionSet, print_line: Callable[[str], None]
+) -> dict[str, DropOrder]:
+    """The order in which pretraining left blocks out, from the last one, judged on mosaics without a frame; and the
+    greedy order for mosaics without a frame, for framed ones, and for all of them together.
+
+    Each greedy step drops the block without which most questions are answered rightly, and of equals the one without
+    which the loss is smallest. Blocks before the latest insertion position always run.
     """
     features = features_of(model, question_set, Tier.HIGH)
+    framed = np.repeat(question_set.mosaics.framed, question_set.questions_per_mosaic)
+    outcomes: dict[frozenset[int], tuple[np.ndarray, np.ndarray]] = {}
 
-    def loss_without(dropped: int | None) -> float:
-        kept = [block for block in range(BLOCKS) if block != dropped]
-        return float(answer_losses(model, question_set, features, blocks=kept, top_k=TOP_K)[1].mean())
+    def judge(dropped: Sequence[int], asked: np.ndarray) -> tuple[float, float]:
+        """Accuracy and negative loss."""
+        if frozenset(dropped) not in outcomes:
+            kept = [block for block in range(BLOCKS) if block not in dropped]
+            outcomes[frozenset(dropped)] = answer_losses(model, question_set, features, blocks=kept, top_k=TOP_K)
+        is_right, losses = outcomes[frozenset(dropped)]
+        return float(is_right[asked].mean()), -float(losses[asked].mean())
 
-    whole = loss_without(None)
-    added = {block: round(loss_without(block) - whole, 4) for block in range(FIRST_DROPPABLE_BLOCK, BLOCKS)}
-    order = sorted(added, key=added.__getitem__)
-    print_line(
-        f"loss {whole:.3f}; added by dropping a block: {', '.join(f'{block}: {added[block]:.3f}' for block in order)}"
-    )
-    return {block: added[block] for block in order}
+    from_the_last = tuple(reversed(range(FEWEST_BLOCKS, BLOCKS)))
+    judged = [judge(from_the_last[:dropped], ~framed)[0] for dropped in range(len(from_the_last) + 1)]
+    orders = {"last": DropOrder(from_the_last, tuple(round(value, 4) for value in judged))}
+    print_line(f"last: {orders['last']}")
+    for name, asked in {"plain": ~framed, "framed": framed, "all": np.ones_like(framed)}.items():
+        dropped: list[int] = []
+        accuracy = [judge(dropped, asked)[0]]
+        for _ in range(BLOCKS - FEWEST_BLOCKS):
+            others = [block for block in range(FIRST_DROPPABLE_BLOCK, BLOCKS) if block not in dropped]
+            dropped.append(max(others, key=lambda block: judge([*dropped, block], asked)))
+            accuracy.append(judge(dropped, asked)[0])
+        orders[name] = DropOrder(tuple(dropped), tuple(round(value, 4) for value in accuracy))
+        print_line(f"{name}: {orders[name]}")
+    alone = {block: judge([block], np.ones_like(framed))[0] for block in range(FIRST_DROPPABLE_BLOCK, BLOCKS)}
+    print_line(f"accuracy without one block: {', '.join(f'{block}: {value:.3f}' for block, value in alone.items())}")
+    return orders
 
 
-def save_importance(folder: Path, added: dict[int, float]) -> list[int]:
-    """Write the measurements and the drop order that follows from them; return the order."""
-    order = list(added)[: BLOCKS - FEWEST_BLOCKS]
-    content = {"drop_order": order, "loss_added_by_dropping_alone": added, "split": "validation", "tier": "high"}
+def save_drop_orders(folder: Path, orders: Mapping[str, DropOrder]) -> None:
+    """Write the order that the model ships with, from the last block, and the others beside it."""
+    content = {
+        "drop_order": orders["last"].blocks,
+        "other_drop_orders": sorted({order.blocks for order in orders.values()} - {orders["last"].blocks}),
+        "measured": {name: asdict(order) for name, order in orders.items()},
+        "split": "validation",
+        "tier": "high",
+    }
     (folder / IMPORTANCE_FILE).write_text(json.dumps(content, indent=2) + "\n")
-    return order

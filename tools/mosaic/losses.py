@@ -1,17 +1,15 @@
-"""Losses of the two kinds of pretraining step.
+"""Losses of the pretraining steps.
 
 Alignment trains the vision tower: an image token shall equal the sum of the word embeddings for the tiles, rows and
-digits that its patch shows, each times the share of the patch; auxiliary heads classify every tile. Text steps train
-the whole model on questions.
+digits that its patch shows, each times the share of the patch, and of "framed" in a framed mosaic; auxiliary heads
+classify every tile. The other steps train on questions.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import LlavaForConditionalGeneration
@@ -20,11 +18,10 @@ from groupwise.workloads.controller.tasks.mosaic.questions import (
     FIRST_NUMBER_TOKEN,
     FIRST_ROW_TOKEN,
     FIRST_TILE_TOKEN,
+    FRAMED_TOKEN,
     NONE_TOKEN,
     QUESTION_TOKENS,
     QUESTION_TYPES,
-    Questions,
-    QuestionType,
     draw_questions,
     transcribe_tiles,
 )
@@ -32,25 +29,26 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
     COLUMNS,
     CROPS,
     EMPTY,
+    PRINTS,
     ROWS,
     TILES,
     TOKENS_PER_CROP,
     TRAIN_JITTER,
     Handwriting,
+    Mosaics,
     Tier,
     coverage,
     cut,
     draw_mosaics,
 )
 from tools.mosaic.curriculum import (
+    Phase,
     PretrainConfig,
     StepKnobs,
     draw_knobs,
     draw_question_types,
-    frequent_names_at,
+    family_shares,
     mosaics_at,
-    recite_weight,
-    recited_at,
 )
 from tools.mosaic.dense_forward import BlockPass, pack, text_pass
 
@@ -102,38 +100,69 @@ class TileHeads(nn.Module):
 
 
 def alignment_loss(
-    words: Float[Tensor, "vocabulary width"],
-    features: VisionFeatures,
-    labels: Int[np.ndarray, "mosaics tiles"],
-    tier: Tier,
+    words: Float[Tensor, "vocabulary width"], features: VisionFeatures, mosaics: Mosaics, tier: Tier
 ) -> Float[Tensor, ""]:
     """Squared distance of image tokens to the sum of their words, in units of a word's squared length."""
     named = words[_WORDS].detach()
     tiles = coverage(tier)
     rows = tiles.view(-1, ROWS, COLUMNS).sum(2)
-    positions = torch.cat([tiles, rows], dim=1).expand(len(labels), -1, -1)
-    shown = tiles @ functional.one_hot(torch.from_numpy(labels), _LABELS).float()
-    targets = torch.cat([positions, shown], dim=2) @ named
+    positions = torch.cat([tiles, rows], dim=1).expand(len(mosaics.labels), -1, -1)
+    shown = tiles @ functional.one_hot(torch.from_numpy(mosaics.labels), _LABELS).float()
+    framed = torch.from_numpy(mosaics.framed).float()[:, None, None] * words[FRAMED_TOKEN].detach()
+    targets = torch.cat([positions, shown], dim=2) @ named + framed
     distance = (features.projected.flatten(1, 2) - targets).square().sum(2).mean()
     return distance / named.square().sum(1).mean()
 
 
+def naming_loss(
+    words: Float[Tensor, "vocabulary width"], features: VisionFeatures, mosaics: Mosaics, tier: Tier
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """Cross entropy of the digits that each image token's patch shows, by the token's similarity to their words; and
+    how often the tokens of crops of one tile name it rightly, by print.
+
+    The squared distance alone is content with the mean digit: no token knows its tile's digit at first.
+    """
+    named = words[_WORDS[-_LABELS:]].detach()
+    shown = coverage(tier) @ functional.one_hot(torch.from_numpy(mosaics.labels), _LABELS).float()
+    logits = features.projected.flatten(1, 2) @ named.T * (_SHARPNESS / named.square().sum(1).mean())
+    loss = -(shown * logits.log_softmax(-1)).sum(-1).mean()
+    if tier is not Tier.HIGH:
+        return loss, {}
+    is_right = logits[:, TOKENS_PER_CROP:].argmax(-1) == shown[:, TOKENS_PER_CROP:].argmax(-1)
+    by_mosaic = is_right.float().mean(1).detach().numpy()
+    right = {
+        f"named {style}": float(by_mosaic[mosaics.prints == index].mean())
+        for index, style in enumerate(PRINTS)
+        if (mosaics.prints == index).any()
+    }
+    return loss, right
+
+
 def tile_loss(
-    heads: TileHeads, features: VisionFeatures, labels: Int[np.ndarray, "mosaics tiles"], tier: Tier
-) -> tuple[Float[Tensor, ""], float]:
-    """Cross entropy of the tile heads, and the accuracy of the crops' head."""
+    heads: TileHeads, features: VisionFeatures, mosaics: Mosaics, tier: Tier
+) -> tuple[Float[Tensor, ""], dict[str, float]]:
+    """Cross entropy of the tile heads, and the accuracy of the crops' head by print."""
     overview, crops = heads(features.tower, tier)
-    targets = torch.from_numpy(labels).flatten()
+    targets = torch.from_numpy(mosaics.labels).flatten()
     loss = functional.cross_entropy(overview, targets) + functional.cross_entropy(crops, targets)
-    return loss, (crops.argmax(1) == targets).float().mean().item()
+    is_right = (crops.argmax(1) == targets).view(len(mosaics.labels), -1).float().mean(1).numpy()
+    by_print = {
+        f"tiles {tier} {style}": float(is_right[mosaics.prints == index].mean())
+        for index, style in enumerate(PRINTS)
+        if (mosaics.prints == index).any()
+    }
+    return loss, by_print
 
 
 _READ_WEIGHT_EARLY, _READ_WEIGHT_LATE = 0.5, 0.2
 _BALANCE_WEIGHT = 0.01
 _TILE_WEIGHT = 0.1
+_NAMING_WEIGHT = 2.0
+_NAMING_TILE_WEIGHT = 0.2
+_FRAME_WEIGHT = 0.3
+# Logits of words that a state names, in units of a word with itself.
+_SHARPNESS = 6.0
 _ALIGNMENT_TIERS = (Tier.HIGH, Tier.MEDIUM, Tier.HIGH, Tier.LOW)
-QuestionDrawer = Callable[[np.ndarray, np.ndarray], Questions]
-"""(labels, question types) -> questions."""
 _COARSER_MOSAICS = {Tier.HIGH: 1.0, Tier.MEDIUM: 1.25, Tier.LOW: 1.5}
 
 
@@ -151,6 +180,16 @@ class Learner(nn.Module):
             block.mlp.gate.weight.requires_grad_(False)
         self.heads = TileHeads(model.config.vision_config.hidden_size)
 
+    def freeze_before(self, block: int) -> None:
+        """For the cipher phase: the blocks from this one on, the final norm and the output head are trained."""
+        text = self.model.model.language_model
+        self.requires_grad_(False)
+        for layer in text.layers[block:]:
+            layer.requires_grad_(True)
+            layer.mlp.gate.weight.requires_grad_(False)
+        text.norm.requires_grad_(True)
+        self.model.lm_head.requires_grad_(True)
+
 
 @dataclass(frozen=True)
 class StepOutcome:
@@ -160,45 +199,79 @@ class StepOutcome:
     fractions: dict[str, float]
 
 
-def alignment_step(learner: Learner, handwriting: Handwriting, config: PretrainConfig, step: int) -> StepOutcome:
-    """One alignment batch; the tiers take turns."""
+def vision_step(learner: Learner, handwriting: Handwriting, config: PretrainConfig, step: int) -> StepOutcome:
+    """One batch of alignment or naming; the tiers take turns."""
     rng = config.random(step)
     tier = _ALIGNMENT_TIERS[step % len(_ALIGNMENT_TIERS)]
-    mosaics = draw_mosaics(handwriting, int(config.alignment_mosaics * _COARSER_MOSAICS[tier]), TRAIN_JITTER, rng)
+    count = int(config.alignment_mosaics * _COARSER_MOSAICS[tier])
+    mosaics = draw_mosaics(handwriting, count, TRAIN_JITTER, rng, family_shares(config, step, tier))
     features = encode_mosaics(learner.model, mosaics.pixels, tier)
-    tiles, right = tile_loss(learner.heads, features, mosaics.labels, tier)
-    aligned = alignment_loss(learner.model.get_input_embeddings().weight, features, mosaics.labels, tier)
-    return StepOutcome(loss=tiles + aligned, fractions={f"tiles {tier}": right, "misaligned": aligned.item()})
+    tiles, by_print = tile_loss(learner.heads, features, mosaics, tier)
+    words = learner.model.get_input_embeddings().weight
+    aligned = alignment_loss(words, features, mosaics, tier)
+    if config.phase(step) is Phase.ALIGNMENT:
+        return StepOutcome(loss=tiles + aligned, fractions={**by_print, "misaligned": aligned.item()})
+    named, right = naming_loss(words, features, mosaics, tier)
+    return StepOutcome(
+        loss=_NAMING_TILE_WEIGHT * tiles + aligned + _NAMING_WEIGHT * named,
+        fractions={**by_print, **right, "misaligned": aligned.item()},
+    )
 
 
-def text_step(
+def reading_step(
     learner: Learner, handwriting: Handwriting, config: PretrainConfig, step: int, run_block: BlockPass
 ) -> StepOutcome:
     """One batch of questions, packed after their mosaic, with the transcription of all tiles and the tile heads."""
     rng = config.random(step)
     knobs = draw_knobs(config, step, rng)
-    count = int(mosaics_at(config, step) * _COARSER_MOSAICS[knobs.tier])
-    mosaics = draw_mosaics(handwriting, count, TRAIN_JITTER, rng)
+    mosaics = _draw_batch(handwriting, config, step, knobs, rng)
     features = encode_mosaics(learner.model, mosaics.pixels, knobs.tier)
-    tiles, right = tile_loss(learner.heads, features, mosaics.labels, knobs.tier)
-    is_full = len(knobs.blocks) == config.size.blocks and knobs.top_k == config.size.top_k
-    types = draw_question_types(config, step, count * config.questions_per_mosaic, rng, memorized=is_full)
-    draw = partial(draw_questions, rng=rng, frequent_names=frequent_names_at(config, step))
-    answered = _answer_batch(learner.model, features.projected, mosaics.labels, types, knobs, draw, run_block)
-    recited, recited_accuracy = _recite(
-        learner.model, recited_at(config, step) if is_full else 0, knobs, draw, run_block
-    )
-    read_weight = _READ_WEIGHT_EARLY if config.text_progress(step) < 0.4 else _READ_WEIGHT_LATE
+    tiles, fractions = tile_loss(learner.heads, features, mosaics, knobs.tier)
+    types = draw_question_types(config, step, len(mosaics.labels) * config.questions_per_mosaic, rng)
+    in_plain = replace(mosaics, framed=np.zeros_like(mosaics.framed))
+    answered = _answer_batch(learner.model, features.projected, in_plain, types, knobs, rng, run_block)
+    read_weight = _READ_WEIGHT_EARLY if config.reading_progress(step) < 0.5 else _READ_WEIGHT_LATE
     loss = answered.question_loss + read_weight * answered.read_loss + _BALANCE_WEIGHT * answered.balance
-    loss = loss + recite_weight(config, step) * recited
-    fractions = {f"tiles {knobs.tier}": right, "read": answered.read_accuracy}
-    if recited_accuracy is not None:
-        fractions["recited"] = recited_accuracy
-    prefix = f"{knobs.tier}" if is_full else "varied"
-    for index, question_type in enumerate(QUESTION_TYPES):
-        if (of_type := types == index).any():
-            fractions[f"{prefix} {question_type}"] = float(answered.is_right[of_type].mean())
-    return StepOutcome(loss=loss + _TILE_WEIGHT * tiles, fractions=fractions)
+    # Otherwise the tower forgets what it has learned, before anything reads it.
+    words = learner.model.get_input_embeddings().weight
+    aligned, (named, right) = (
+        alignment_loss(words, features, mosaics, knobs.tier),
+        naming_loss(words, features, mosaics, knobs.tier),
+    )
+    framed = np.repeat(mosaics.framed, config.questions_per_mosaic)
+    frame, frame_accuracy = _frame_loss(words, answered.last, framed)
+    loss = (
+        loss
+        + _TILE_WEIGHT * tiles
+        + _FRAME_WEIGHT * frame
+        + (1 - config.reading_progress(step)) * (aligned + _NAMING_WEIGHT * named)
+    )
+    fractions |= {"read": answered.read_accuracy, "misaligned": aligned.item(), "frame": frame_accuracy, **right}
+    return StepOutcome(loss=loss, fractions=fractions | _by_type(answered, mosaics, types, knobs))
+
+
+def cipher_step(
+    learner: Learner, handwriting: Handwriting, config: PretrainConfig, step: int, run_block: BlockPass
+) -> StepOutcome:
+    """One batch of questions for the last blocks."""
+    rng = config.random(step)
+    knobs = draw_knobs(config, step, rng)
+    mosaics = _draw_batch(handwriting, config, step, knobs, rng)
+    with torch.no_grad():
+        features = encode_mosaics(learner.model, mosaics.pixels, knobs.tier)
+    count = len(mosaics.labels) * config.cipher_questions_per_mosaic
+    types = draw_question_types(config, step, count, rng, is_varied=knobs.is_varied)
+    answered = _answer_batch(learner.model, features.projected, mosaics, types, knobs, rng, run_block)
+    loss = answered.question_loss + _BALANCE_WEIGHT * answered.balance
+    return StepOutcome(loss=loss, fractions=_by_type(answered, mosaics, types, knobs))
+
+
+def _draw_batch(
+    handwriting: Handwriting, config: PretrainConfig, step: int, knobs: StepKnobs, rng: np.random.Generator
+) -> Mosaics:
+    count = int(mosaics_at(config, step) * _COARSER_MOSAICS[knobs.tier])
+    fractions = family_shares(config, step, knobs.tier, is_varied=knobs.is_varied)
+    return draw_mosaics(handwriting, count, TRAIN_JITTER, rng, fractions)
 
 
 @dataclass(frozen=True)
@@ -206,22 +279,58 @@ class _Answered:
     question_loss: Tensor
     read_loss: Tensor
     balance: Tensor
+    last: Float[Tensor, "questions width"]
+    """The normed states that the answers come from."""
     is_right: np.ndarray
     read_accuracy: float
+
+
+def _by_type(answered: _Answered, mosaics: Mosaics, types: np.ndarray, knobs: StepKnobs) -> dict[str, float]:
+    """Accuracies of readable mosaics to log: by question type at the high tier, over all types elsewhere."""
+    per_mosaic = len(types) // len(mosaics.labels)
+    framed, prints = np.repeat(mosaics.framed, per_mosaic), np.repeat(mosaics.prints, per_mosaic)
+    fractions = {}
+    for index, style in enumerate(PRINTS):
+        for is_framed in (False, True):
+            if (inside := (prints == index) & (framed == is_framed)).any():
+                prefix = "varied" if knobs.is_varied else "all"
+                name = f"{prefix} {knobs.tier} {style}{' framed' if is_framed else ''}"
+                fractions[name] = float(answered.is_right[inside].mean())
+    if knobs.tier is Tier.HIGH and not knobs.is_varied:
+        for index, question_type in enumerate(QUESTION_TYPES):
+            if (of_type := types == index).any():
+                fractions[f"high {question_type}"] = float(answered.is_right[of_type].mean())
+    return fractions
+
+
+def _frame_loss(
+    words: Float[Tensor, "vocabulary width"],
+    states: Float[Tensor, "questions width"],
+    framed: Bool[np.ndarray, " questions"],
+) -> tuple[Float[Tensor, ""], float]:
+    """Cross entropy of the frame by the similarity of states to the word "framed", and how often they are right.
+
+    Nothing else in reading asks for the frame, and the last blocks would have to look for it first.
+    """
+    word, target = words[FRAMED_TOKEN].detach(), torch.from_numpy(framed).float()
+    logits = _SHARPNESS * (states @ word / word.square().sum() - 0.5)
+    is_right = ((logits > 0) == (target > 0)).float().mean().item()
+    return functional.binary_cross_entropy_with_logits(logits, target), is_right
 
 
 def _answer_batch(
     model: LlavaForConditionalGeneration,
     features: Tensor,
-    labels: np.ndarray,
+    mosaics: Mosaics,
     types: np.ndarray,
     knobs: StepKnobs,
-    draw: QuestionDrawer,
+    rng: np.random.Generator,
     run_block: BlockPass,
 ) -> _Answered:
-    count, per_mosaic = len(labels), len(types) // len(labels)
-    questions = draw(np.repeat(labels, per_mosaic, axis=0), types)
-    read_inputs, read_targets = transcribe_tiles(labels)
+    count, per_mosaic = len(mosaics.labels), len(types) // len(mosaics.labels)
+    labels, framed = (np.repeat(of_mosaic, per_mosaic, axis=0) for of_mosaic in (mosaics.labels, mosaics.framed))
+    questions = draw_questions(labels, framed, types, rng)
+    read_inputs, read_targets = transcribe_tiles(mosaics.labels)
     tokens = np.concatenate([questions.tokens.reshape(count, -1), read_inputs], axis=1)
     embedded = model.get_input_embeddings()(torch.from_numpy(tokens))
     prefix = features.flatten(1, 2)
@@ -230,40 +339,24 @@ def _answer_batch(
         model,
         torch.cat([prefix, embedded], dim=1),
         packing,
-        blocks=knobs.blocks,
+        blocks=range(knobs.blocks),
         top_k=knobs.top_k,
         insertion_position=knobs.insertion_position,
         run_block=run_block,
     )
-    by_question = hidden[:, prefix.shape[1] : -TILES].reshape(count * per_mosaic, QUESTION_TOKENS, -1)
-    last = by_question[torch.arange(count * per_mosaic), torch.from_numpy(questions.lengths - 1)]
+
+    def last_tokens(states: Tensor) -> Tensor:
+        by_question = states[:, prefix.shape[1] : -TILES].reshape(count * per_mosaic, QUESTION_TOKENS, -1)
+        return by_question[torch.arange(count * per_mosaic), torch.from_numpy(questions.lengths - 1)]
+
+    last = last_tokens(hidden)
     logits, read_logits = model.lm_head(last), model.lm_head(hidden[:, -TILES:].flatten(0, 1))
     answers, read_answers = torch.from_numpy(questions.answers), torch.from_numpy(read_targets).flatten()
     return _Answered(
         question_loss=functional.cross_entropy(logits, answers),
         read_loss=functional.cross_entropy(read_logits, read_answers),
         balance=balance,
+        last=last,
         is_right=(logits.argmax(1) == answers).numpy(),
         read_accuracy=(read_logits.argmax(1) == read_answers).float().mean().item(),
     )
-
-
-def _recite(
-    model: LlavaForConditionalGeneration, count: int, knobs: StepKnobs, draw: QuestionDrawer, run_block: BlockPass
-) -> tuple[Tensor | float, float | None]:
-    """Loss and accuracy of `count` facts and lore without a mosaic."""
-    if not count:
-        return 0.0, None
-    types = np.resize([QUESTION_TYPES.index(QuestionType.FACT), QUESTION_TYPES.index(QuestionType.LORE)], count)
-    questions = draw(np.zeros((count, TILES), np.int64), types)
-    hidden, _ = text_pass(
-        model,
-        model.get_input_embeddings()(torch.from_numpy(questions.tokens)),
-        pack(0, [QUESTION_TOKENS]),
-        blocks=knobs.blocks,
-        top_k=knobs.top_k,
-        insertion_position=knobs.insertion_position,
-        run_block=run_block,
-    )
-    logits, answers = model.lm_head(hidden[:, -1]), torch.from_numpy(questions.answers)
-    return functional.cross_entropy(logits, answers), (logits.argmax(1) == answers).float().mean().item()

@@ -12,9 +12,9 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from groupwise.workloads.controller.tasks.mosaic.questions import PAD_TOKEN
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
-from tools.mosaic.curriculum import PretrainConfig
+from tools.mosaic.curriculum import Phase, PretrainConfig
 from tools.mosaic.dense_forward import BlockPass, block_pass
-from tools.mosaic.losses import Learner, StepOutcome, alignment_step, text_step
+from tools.mosaic.losses import Learner, StepOutcome, cipher_step, reading_step, vision_step
 from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _WORD_STD = 0.5
@@ -67,6 +67,8 @@ def _init_blocks(model: LlavaForConditionalGeneration) -> None:
 _BETAS = (0.9, 0.98)
 _WEIGHT_DECAY = 0.03
 _LARGEST_GRADIENT_NORM = 1.0
+# By phase, tier, number of mosaics and what is trained, with some to spare.
+_SHAPES_OF_BATCHES = 64
 _TEXT = ("model.model.language_model.", "model.lm_head.")
 
 
@@ -87,13 +89,18 @@ def pretrain(
     learner = Learner(build(config.size.config(), config.seed)).train()
     optimizer = _optimizer(learner)
     first = restore_pretraining_state(folder, config, learner, optimizer)
+    torch._dynamo.config.recompile_limit = _SHAPES_OF_BATCHES
     run_block: BlockPass = torch.compile(block_pass, dynamic=False) if compiled else block_pass
     progress = _ProgressLog(config, first, print_line)
     for step in range(first, config.steps if stop_after is None else stop_after):
-        if step < config.alignment_steps:
-            outcome = alignment_step(learner, handwriting, config, step)
-        else:
-            outcome = text_step(learner, handwriting, config, step, run_block)
+        match config.phase(step):
+            case Phase.ALIGNMENT | Phase.NAMING:
+                outcome = vision_step(learner, handwriting, config, step)
+            case Phase.READING:
+                outcome = reading_step(learner, handwriting, config, step, run_block)
+            case Phase.CIPHER:
+                learner.freeze_before(config.reading_blocks)
+                outcome = cipher_step(learner, handwriting, config, step, run_block)
         _update(learner, optimizer, outcome, config, step)
         progress.record(step, outcome)
         if (step + 1) % checkpoint_every == 0 or step + 1 == config.steps:
@@ -120,7 +127,7 @@ def _optimizer(learner: nn.Module) -> torch.optim.Optimizer:
 def _update(
     learner: nn.Module, optimizer: torch.optim.Optimizer, outcome: StepOutcome, config: PretrainConfig, step: int
 ) -> None:
-    learning_rate, vision_learning_rate = config.learning_rate(step), config.vision_learning_rate(step)
+    learning_rate, vision_learning_rate = config.learning_rate_at(step), config.vision_learning_rate_at(step)
     for group in optimizer.param_groups:
         group["lr"] = vision_learning_rate if group["is_vision"] else learning_rate
     optimizer.zero_grad(set_to_none=True)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -34,6 +37,12 @@ PLACEMENT_ALIASES = {
     "group_distributed": "spread",
     "k_repeat": "shuffled",
 }
+_NO_BUGS = {
+    getattr(errno, name)
+    for name in ["ENAMETOOLONG", "EACCES", "EPERM", "ENOSPC", "EDQUOT", "EROFS", "ELOOP", "EISDIR", "ENOTDIR"]
+    if hasattr(errno, name)
+}
+"""Errors of the operating system about paths, rights and disks, which a user can mend."""
 _FLAG_OF_ALIAS = {alias: flag for flag, aliases in ALIASES.items() for alias in aliases}
 
 HELP = f"""\
@@ -64,12 +73,17 @@ Other libraries' names are accepted too:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
     if arguments[0] == "--version":
         print(f"groupwise {__version__}")
         return 0
+    if any("\0" in argument for argument in arguments):
+        return _refuse("An argument contains a NUL character, which no path or name has.", "--json" in arguments)
     as_json = "--json" in arguments
     arguments, remarks = translate_aliases([argument for argument in arguments if argument != "--json"])
     if not arguments:
@@ -99,9 +113,6 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
         return _load_command(command)(arguments, as_json)
     except ArgumentError as error:
         return _fail(str(error), as_json, code=2)
-    except UserError as error:
-        print(f"groupwise{_rank_label()}: {error}", file=sys.stderr)
-        return _fail(str(error), as_json, code=2)
     except SystemExit as leaving:  # after --help
         return leaving.code if isinstance(leaving.code, int) else 0
     except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
@@ -113,8 +124,28 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
         print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
         return _fail(message, as_json, code=130)
     except Exception as error:
+        remedy = _message_for_user(error)
+        if remedy is not None:
+            return _refuse(remedy, as_json)
         _fail(f"{type(error).__name__}: {error}", as_json, code=1)
         raise
+
+
+def _message_for_user(error: Exception) -> str | None:
+    """What the user can do about an error; None for a bug, whose traceback is shown."""
+    if isinstance(error, OSError) and error.errno in _NO_BUGS and error.filename is not None:
+        return f"{error.filename} cannot be used: {error.strerror}."
+    return str(error) if isinstance(error, UserError) else None
+
+
+def _refuse(message: str, as_json: bool) -> int:
+    message = re.sub(r"\S{300,}", _shorten, message)
+    print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
+    return _fail(message, as_json, code=2)
+
+
+def _shorten(word: re.Match[str]) -> str:
+    return f"{word[0][:100]}... ({len(word[0]):,} characters)"
 
 
 def _load_command(name: str) -> Callable[[list[str], bool], int]:

@@ -50,7 +50,7 @@ class PlaceArguments:
 def run(arguments: list[str], as_json: bool) -> int:
     renamed = [argument.replace("--conditions-per-step", "--conditions") for argument in arguments]
     options = parse(PlaceArguments, renamed, prog="groupwise place")
-    require(options.step >= 0, "step", options.step, "0 or more")
+    require(0 <= options.step <= 10**9, "step", options.step, "from 0 to 1,000,000,000")
     shape = StepShape(
         conditions=UNKNOWN_DATASET_SIZE if options.dataset is None else options.dataset,
         conditions_per_step=options.conditions,

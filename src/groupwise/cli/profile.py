@@ -1,7 +1,9 @@
-"""`groupwise profile MODEL`: fit a latency estimator."""
+"""`groupwise profile MODEL`: fit a latency estimator, or measure which blocks it misses least."""
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,11 +13,14 @@ import tyro
 
 from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.cli.tables import print_table
-from groupwise.core.errors import require
+from groupwise.core.errors import UserError, require
 from groupwise.workloads.base import ReportTable
 
 if TYPE_CHECKING:
     from groupwise.latency.estimator import LatencyEstimator
+    from groupwise.workloads.controller.evaluate.importance import ImportanceReport
+
+_QUESTIONS_PER_PASS = 8
 
 
 @dataclass(frozen=True)
@@ -25,15 +30,34 @@ class ProfileArguments:
     The estimator belongs to this model on this machine and is refused elsewhere. Its error is measured on settings and
     questions that were held out from the fit. Pass the file to training with --workload.estimator FILE.
 
+    With --importance it measures instead how much accuracy each block is worth on your own questions, and writes
+    importance.json, from which the drop order of blocks is read when the model is loaded.
+
     Try: groupwise profile mosaic --seconds 30
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """mosaic (embedded), the folder of a transformers model, or a name on the Hugging Face hub."""
     output: Annotated[
-        Path | None, tyro.conf.arg(metavar="FILE", help_behavior_hint="(default: estimator-MODEL.json)")
+        Path | None,
+        tyro.conf.arg(
+            metavar="FILE",
+            help_behavior_hint="(default: estimator-MODEL.json, or importance.json in the model's folder)",
+        ),
     ] = None
-    """Where to write the estimator."""
+    """Where to write the result."""
+    importance: bool = False
+    """Measure the importance of each block instead of latency, on the questions of --data."""
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Questions with answers: rows, or VQA's questions file; as --workload.questions."""
+    annotations: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """VQA's annotations file."""
+    images: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder of the images."""
+    questions: int = 256
+    """Questions to ask, at most; all are of the training split."""
+    accuracy: str = "exact"
+    """How answers are graded: exact, vqa, or a function of your own; as --workload.rewards.functions."""
     seconds: float = 60.0
     """How long to measure."""
     new_tokens: int = 1
@@ -48,9 +72,13 @@ class ProfileArguments:
 
 def run(arguments: list[str], as_json: bool) -> int:
     options = parse(ProfileArguments, arguments, prog="groupwise profile")
-    for name, least in (("new_tokens", 1), ("threads", 1), ("question_tokens", 4)):
+    for name, least in (("new_tokens", 1), ("threads", 1), ("question_tokens", 4), ("questions", 1)):
         require(getattr(options, name) >= least, name, getattr(options, name), f"{least} or more")
     require(0.5 <= options.quantile < 1, "quantile", options.quantile, "from 0.5 to below 1")
+    return _importance(options, as_json) if options.importance else _estimator(options, as_json)
+
+
+def _estimator(options: ProfileArguments, as_json: bool) -> int:
     output = options.output or Path(f"estimator-{Path(options.model).name}.json")
     from groupwise.dist.process import configure_process
     from groupwise.workloads.controller.latency.source import fit_estimator
@@ -75,6 +103,83 @@ def run(arguments: list[str], as_json: bool) -> int:
     else:
         print_table(_table(metrics))
     return 0
+
+
+def _importance(options: ProfileArguments, as_json: bool) -> int:
+    from groupwise.core.files import to_json
+    from groupwise.dist.process import configure_process
+
+    output = _importance_file(options)
+    configure_process(options.threads)
+    with quiet_stdout(as_json):
+        report = _measure_importance(options)
+    content = {"drop_order": report.drop_order, **asdict(report), "data": str(options.data)}
+    output.write_text(to_json(content) + "\n")
+    if as_json:
+        print_json({"importance": str(output), **content})
+    else:
+        print_table(_importance_table(report, output))
+    return 0
+
+
+def _measure_importance(options: ProfileArguments) -> ImportanceReport:
+    from groupwise.dist.devices import default_device
+    from groupwise.rewards.config import RewardFunctionsConfig
+    from groupwise.training.progress import progress_bar
+    from groupwise.workloads.controller.evaluate.importance import measure_importance
+    from groupwise.workloads.controller.rewards import grade_questions
+    from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
+    from groupwise.workloads.controller.tasks.vqa.task import load_for, training_questions
+
+    config = VqaConfig(
+        model=options.model,
+        questions=options.data,
+        annotations=options.annotations,
+        images=options.images,
+        train_questions=options.questions,
+        rewards=RewardFunctionsConfig(functions=(options.accuracy,)),
+    )
+    loaded = load_for(config, default_device())
+    questions = training_questions(config, loaded)
+    passes = math.ceil(len(questions) / _QUESTIONS_PER_PASS)
+    with progress_bar(passes, f"{len(questions)} questions to {options.model}") as bar:
+        return measure_importance(
+            loaded,
+            questions,
+            grade_questions(config.rewards),
+            max_new_tokens=config.max_new_tokens,
+            rows_per_pass=_QUESTIONS_PER_PASS,
+            after_pass=bar.advance,
+        )
+
+
+def _importance_table(report: ImportanceReport, output: Path) -> ReportTable:
+    rows = [[str(row.block), f"{row.accuracy_lost:+.3f}", f"{row.divergence:.3f}"] for row in report.blocks]
+    note = (
+        f"Of {report.questions} questions at tier {report.tier}, {report.accuracy:.3f} right with all blocks. Each"
+        " block was dropped alone; the first one always runs. Loading the model reads the order from importance.json."
+    )
+    return ReportTable(
+        f"{output}: the least important block first", ["block", "accuracy lost", "divergence"], rows, note
+    )
+
+
+def _importance_file(options: ProfileArguments) -> Path:
+    for name in ("data", "images"):
+        if getattr(options, name) is None:
+            raise UserError(
+                f"--{name} is not given: --importance asks the model your own questions. Give --data FILE, --images"
+                " FOLDER and, for VQA's own format, --annotations FILE."
+            )
+    folder = Path(options.model)
+    if options.output is None and not folder.is_dir():
+        raise UserError(f"{options.model!r} is not a folder to write importance.json into. Name a file with --output.")
+    output = options.output or folder / "importance.json"
+    if not os.access(output.parent, os.W_OK):
+        raise UserError(
+            f"{output} cannot be written: there is no such folder, or it is read-only. Name another --output."
+        )
+    return output
 
 
 def _metrics(estimator: LatencyEstimator, output: Path, seconds: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,7 @@ import tyro
 
 from groupwise.cli.arguments import parse, print_json
 from groupwise.core.errors import UserError
+from groupwise.core.files import write_atomic
 from groupwise.report.page import render
 from groupwise.report.run_data import read_run
 
@@ -37,15 +39,22 @@ def run(arguments: list[str], as_json: bool) -> int:
     options = parse(ReportArguments, arguments, prog="groupwise report")
     if not options.run_dirs:
         raise UserError("No run was named. Name the folder of at least one, such as `groupwise report runs/chat`.")
-    page = render([read_run(path) for path in options.run_dirs])
+    page = render([read_run(path, _warn) for path in options.run_dirs]).encode("utf-8", "replace")
     out = options.out or options.run_dirs[0] / "report.html"
     try:
-        out.write_text(page)
+        if options.out is None:
+            write_atomic(out, page)  # never through a link that somebody has put into the folder
+        else:
+            out.write_bytes(page)
     except OSError as error:
         raise UserError(f"{out} cannot be written ({error.strerror}). Name another file with --out.") from error
-    num_bytes = len(page.encode())
+    num_bytes = len(page)
     if as_json:
         print_json({"page": str(out), "runs": [str(path) for path in options.run_dirs], "bytes": num_bytes})
     else:
         print(f"{out}: open it in a browser ({num_bytes / 1024:.0f} KiB, works offline).")
     return 0
+
+
+def _warn(text: str) -> None:
+    print(f"Warning: {text}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from groupwise.cli.arguments import print_json, quiet_stdout, read_config
 from groupwise.cli.tables import print_table
-from groupwise.training.run_folder import RunFolder
+from groupwise.training.run_folder import RunFolder, reward_of
 from groupwise.workloads.base import ReportTable
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def _show(summary: RunSummary) -> None:
         [name, _number(summary.eval_before.get(name)), _number(after)] for name, after in summary.eval_after.items()
     ]
     title = f"{summary.run_dir}: {summary.steps} steps in {summary.seconds:.1f} s"
-    rewards = [entry["reward"] for entry in RunFolder(summary.run_dir).metrics() if entry["reward"] is not None]
+    rewards = [reward for entry in RunFolder(summary.run_dir).metrics() if (reward := reward_of(entry)) is not None]
     print_table(ReportTable(title, ["metric", "before", "after"], rows, f"reward by step  {sparkline(rewards)}"))
 
 

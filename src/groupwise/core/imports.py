@@ -16,6 +16,28 @@ from groupwise.core.errors import UserError
 
 _files: dict[Path, tuple[int, ModuleType]] = {}
 """Modules imported from files, with the time of the file's last change: a file that did not change runs once."""
+_allowed: frozenset[str] | None = None
+"""What may be imported or called while settings come from a file; None while they come from the user."""
+
+
+@contextmanager
+def only_named_code(allowed: Iterable[str]) -> Iterator[None]:
+    """Within, only these specs (and reward services) are used: settings that someone else wrote may name others."""
+    global _allowed  # noqa: PLW0603 - one gate for all that is imported by name, whoever asks
+    before, _allowed = _allowed, frozenset(allowed)
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
+def refuse_unnamed_code(spec: str, setting: str) -> None:
+    """Refuse code or a service that only the settings of a run name, and not the user."""
+    if _allowed is not None and spec not in _allowed:
+        raise UserError(
+            f"{setting} '{spec}' is named by the run's config.json, not by you or the recipe: it would be run with your"
+            f" rights. Look at it, and if you trust it, add --code {spec}"
+        )
 
 
 def import_object(spec: str, setting: str, *, known: Iterable[str] = (), default_name: str = "") -> Any:
@@ -33,6 +55,7 @@ def import_object(spec: str, setting: str, *, known: Iterable[str] = (), default
             f"{setting} '{spec}' must be {f'one of {names}, or ' if names else ''}an object of your own, written as"
             " 'module:name' or 'file.py:name'."
         )
+    refuse_unnamed_code(spec, setting)
     try:
         module = _import_file(Path(source).expanduser()) if is_file else _import_module(source)
     except UserError as error:
@@ -46,13 +69,18 @@ def import_object(spec: str, setting: str, *, known: Iterable[str] = (), default
 
 
 def resolve_folder(spec: str, setting: str) -> str:
-    """`package:folder` as the path of a folder inside an installed package; anything else as it is."""
+    """`package:folder` as the path of a folder inside an installed package; anything else as it is.
+
+    Nothing is imported: of a dotted name only the first part is looked up, the others are folders.
+    """
     package, _, folder = spec.partition(":")
     if not folder:
         return spec
+    name, *inner = package.split(".")
+    folder = "/".join([*inner, folder])
     try:
-        found = importlib.util.find_spec(package)
-    except ModuleNotFoundError:
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
+    except ValueError:
         found = None
     if found is None or not found.submodule_search_locations:
         raise UserError(

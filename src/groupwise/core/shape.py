@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from groupwise.core.errors import UserError
 
 PLACEMENTS = ("whole", "spread", "shuffled")
 UNKNOWN_DATASET_SIZE = 10**12
-"""Conditions of a dataset that is not known yet: never too few."""
+"""Conditions of a dataset that is not known yet: never too few, and the most that a dataset may have."""
+MAX_ROLLOUTS_PER_STEP = 1 << 20
+"""Each rank computes the placement of all rollouts of a step, about 60 bytes each, before it runs one."""
+MAX_RANKS = 1 << 20
+_MAX_ROWS_PER_PASS = 1 << 31
+_SEARCHED = 8_192
+"""Values on each side among which the nearest one that fits is searched."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,8 @@ class StepShape:
     placement: str = "whole"
 
     def __post_init__(self) -> None:
+        for violation in _limit_violations(**vars(self)):
+            raise UserError(violation)
         for violation in _violations(**vars(self)):
             raise UserError(violation + _suggestion(vars(self)))
 
@@ -74,6 +83,32 @@ def even_pass_sizes(rollouts: int) -> Iterator[int]:
         passes = -(-rollouts // rows)
         yield -(-rollouts // passes)
         rows = -(-rollouts // passes) - 1
+
+
+def _limit_violations(
+    conditions: int, conditions_per_step: int, group_size: int, ranks: int, rows_per_pass: int, placement: str
+) -> Iterator[str]:
+    """Numbers beyond what a step can have, checked before anything is computed with them."""
+    most = {
+        "conditions": (conditions, UNKNOWN_DATASET_SIZE),
+        "ranks": (ranks, MAX_RANKS),
+        "rows_per_pass": (rows_per_pass, _MAX_ROWS_PER_PASS),
+    }
+    for name, (value, limit) in most.items():
+        if value > limit:
+            yield f"{name} is {_shown(value)}: it must be at most {limit:,}."
+    rollouts = conditions_per_step * group_size
+    if conditions_per_step > 0 and rollouts > MAX_ROLLOUTS_PER_STEP:
+        yield (
+            f"conditions_per_step {_shown(conditions_per_step)} x group_size {_shown(group_size)} ="
+            f" {_shown(rollouts)} rollouts: a step has at most {MAX_ROLLOUTS_PER_STEP:,}, because each rank computes"
+            " the placement of all of them. Take fewer of either."
+        )
+
+
+def _shown(value: int) -> str:
+    """A number as it was given, unless its digits alone would fill the message."""
+    return str(value) if abs(value) < 10**40 else "a number of more than 40 digits"
 
 
 def _violations(
@@ -140,10 +175,12 @@ def _nearest_fitting(numbers: Mapping[str, Any], name: str) -> list[int]:
         floor, ceiling = min(floor, conditions), min(ceiling, conditions)
     elif conditions < numbers["conditions_per_step"]:
         return []
-    below = next((v for v in range(floor, 0, -1) if _fits(numbers, name, v)), None)
+    floor_end, ceiling = max(0, floor - _SEARCHED), min(ceiling, value + _SEARCHED)
+    below = next((v for v in range(floor, floor_end, -1) if _fits(numbers, name, v)), None)
     above = next((v for v in range(value + 1, ceiling + 1) if _fits(numbers, name, v)), None)
     return [v for v in (below, above) if v is not None]
 
 
 def _fits(numbers: Mapping[str, Any], name: str, value: int) -> bool:
-    return next(_violations(**{**numbers, name: value}), None) is None
+    changed = {**numbers, name: value}
+    return next(chain(_limit_violations(**changed), _violations(**changed)), None) is None

@@ -41,6 +41,10 @@ class Rollouts:
     def __len__(self) -> int:
         return len(self.group_ids)
 
+    def decisions(self, part: slice) -> Rollouts:
+        """All rows with some of their decisions."""
+        return Rollouts(self.group_ids, self.logp[:, part], self.mask[:, part], self.data)
+
     def select(self, rows: Int64[Tensor, " some"]) -> Rollouts:
         """These rows, in this order."""
         return Rollouts(
@@ -61,6 +65,17 @@ class Scores:
     """Under the reference policy, without gradient; needed when the KL weight is above 0, unless `kl` is given."""
     kl: Float[Tensor, "rows decisions"] | None = None
     """KL divergence from the reference policy in closed form, with gradient, where it is known."""
+
+    def by_name(self) -> dict[str, Tensor]:
+        """Those that are given."""
+        columns = {name: getattr(self, name) for name in ("logp", "entropy", "reference_logp", "kl")}
+        return {name: column for name, column in columns.items() if column is not None}
+
+
+def concatenate_scores(parts: Sequence[Scores]) -> Scores:
+    """The scores of all decisions, from those of consecutive ones."""
+    names = parts[0].by_name()
+    return Scores(**{name: torch.cat([part.by_name()[name] for part in parts], dim=1) for name in names})
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from groupwise.core.errors import UserError
 
 _BINARY = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MOST = float(1 << 60)
 _UNITS = {unit.lower(): size for unit, size in (_BINARY | _DECIMAL).items()}
 
 
@@ -19,10 +20,10 @@ def parse_bytes(text: str, name: str = "size") -> int:
             f"{name} is '{text}': it must be a number and a unit, such as 32GiB or 80GB. Units: B, KiB, MiB, GiB, TiB"
             " (powers of 1024) and kB, MB, GB, TB (powers of 1000)."
         )
-    size = int(float(match[1]) * _UNITS[match[2].lower()])
-    if size < 1:
-        raise UserError(f"{name} is '{text}': it must be above 0.")
-    return size
+    size = float(match[1]) * _UNITS[match[2].lower()]
+    if not 1 <= size <= _MOST:
+        raise UserError(f"{name} is '{text[:40]}': it must be above 0 and at most 1048576 TiB.")
+    return int(size)
 
 
 def format_bytes(size: float) -> str:

@@ -109,6 +109,8 @@ def _to_record(row: Any) -> Record:
         except json.JSONDecodeError as error:
             why = f"{error.msg}, column {error.colno}"
             raise BadRow("broken line", f"it is not JSON ({why}): every line must be one whole object.") from error
+        except (ValueError, RecursionError) as error:
+            raise BadRow("broken line", f"its JSON is nested too deeply or has too many digits ({error}).") from error
     if not isinstance(row, Mapping):
         raise BadRow("broken line", f"it holds {type(row).__name__}, and every row must be an object of columns.")
     return dict(row)

@@ -19,6 +19,7 @@ from torch import distributed as dist
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.dist.devices import reduce_dtype
+from groupwise.dist.launcher import listen_on_loopback, was_restarted
 
 BUCKET_NUMEL = 1 << 22
 """Elements per all-reduce when gradients are summed: small tensors share one bucket."""
@@ -188,7 +189,8 @@ def _error_message(error: Exception, what: str) -> str:
 
 def connect() -> Comm:
     """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did."""
-    state = PartialState(cpu=not torch.accelerator.is_available())
+    listen_on_loopback()
+    state = PartialState(cpu=not torch.accelerator.is_available(), **_store_of_this_attempt())
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != launched:
         raise UserError(
@@ -196,6 +198,22 @@ def connect() -> Comm:
             " Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
         )
     return Comm(state.process_index, state.num_processes, state.device, state)
+
+
+def _store_of_this_attempt() -> dict[str, Any]:
+    """For restarted ranks, arguments of init_process_group with a store that no earlier attempt has written to.
+
+    torchrun's static rendezvous keeps its store when it restarts ranks, and with it the addresses of those that died.
+    """
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if dist.is_initialized() or not (was_restarted() and agent_has_store):
+        return {}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*address, ranks, is_master=False)  # type: ignore[attr-defined]
+    attempt = f"groupwise attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    prefixed = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": rank, "world_size": ranks}
 
 
 def disconnect() -> None:

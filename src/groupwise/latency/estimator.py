@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import write_atomic
+from groupwise.core.files import parse_json, write_atomic
 from groupwise.latency.machine import Machine, current_machine
 from groupwise.latency.records import EstimatedLatency
 from groupwise.latency.regression import (
@@ -227,7 +227,7 @@ def read_fields(path: Path) -> dict[str, Any]:
             " another file."
         )
     try:
-        fields = json.loads(path.read_text())
+        fields = parse_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}). Delete it and profile again.") from error
     if not isinstance(fields, dict) or fields.pop("format", None) != FILE_FORMAT or set(fields) != set(_FILE_FIELDS):

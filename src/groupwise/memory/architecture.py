@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import parse_json
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _MIXTURE_OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe")
@@ -99,9 +99,11 @@ def read_architecture(path: Path) -> Architecture:
 def read_model_config(file: Path) -> dict[str, Any]:
     """The content of a model's config.json."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text())
+        content = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{file} cannot be read as a model's config.json ({error}). Check the path.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{file} is no model's config.json: it holds no object. Check the path.")
     return content
 
 

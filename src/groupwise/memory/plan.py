@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from groupwise.core.errors import UserError
-from groupwise.core.shape import StepShape, even_pass_sizes, nearest_fitting
+from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, StepShape, even_pass_sizes, nearest_fitting
 from groupwise.core.units import format_bytes
 from groupwise.memory.stages import StageBytes, StepSpec
 
@@ -178,6 +178,8 @@ def propose_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share
     best = evaluate_setting(model, _with_rows(spec, 1), device_bytes)
     for growth in _GROWTHS:
         per_step = spec.shape.conditions_per_step * growth
+        if per_step * spec.shape.group_size > MAX_ROLLOUTS_PER_STEP:
+            break
         conditions = max(spec.shape.conditions, 2 * per_step)
         wider = replace(spec.shape, rows_per_pass=1, conditions=conditions, conditions_per_step=per_step)
         setting = _max_rows_within(model, replace(spec, shape=wider), device_bytes, share)
@@ -237,6 +239,8 @@ def _with_rows(spec: StepSpec, rows: int) -> StepSpec:
 
 
 def _doubled(spec: StepSpec, name: str) -> StepSpec:
-    """Twice as much of one number, with a dataset that is large enough."""
+    """Twice as much of one number, with a dataset that is large enough; as it is where a step cannot have twice."""
+    if 2 * spec.shape.rollouts_per_step > MAX_ROLLOUTS_PER_STEP:
+        return spec
     shape = replace(spec.shape, conditions=max(spec.shape.conditions, 4 * spec.shape.conditions_per_step))
     return replace(spec, shape=replace(shape, **{name: 2 * getattr(shape, name)}))

@@ -16,8 +16,11 @@ RECIPES: dict[str, str] = {
     "controller": "groupwise.recipes.controller:recipe",
     "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
     "flow": "groupwise.recipes.flow:recipe",
+    "flow-flux": "groupwise.recipes.flow_flux:recipe",
+    "flow-qwen-image": "groupwise.recipes.flow_qwen_image:recipe",
     "flow-recam": "groupwise.recipes.flow_recam:recipe",
     "flow-sd3": "groupwise.recipes.flow_sd3:recipe",
+    "flow-wan": "groupwise.recipes.flow_wan:recipe",
 }
 """Built-in recipes: name to `module:function`. Strings, so that a recipe is imported only when it is used."""
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 from groupwise.core.config import AdvantageConfig, LossConfig
 from groupwise.training.config import Config, OptimizerConfig
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig
-from groupwise.workloads.flow.tasks.pipelines import Sd3Config
+from groupwise.workloads.flow.tasks.pipelines import ImageConfig
 
 
 def recipe() -> Config:
     return Config(
-        Sd3Config(
+        ImageConfig(
             SamplingConfig(
                 num_inference_steps=10,
-                shift=3.0,
                 eta=0.7,
                 guidance_scale=4.5,
                 latent_dtype="bfloat16",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from itertools import accumulate
 
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#44bb99", "#999999", "#223355")
 _WIDTH, _HEIGHT = 340, 170
@@ -52,10 +53,11 @@ def _path(points: Points, color: str, css_class: str) -> str:
 
 def running_mean(line: Points, window: int) -> list[tuple[float, float]]:
     """The mean of each value and of up to `window` values before it."""
-    values = [value for _, value in line]
+    sums = [0.0, *accumulate(value for _, value in line)]
+    first = [max(0, index - window) for index in range(len(line))]
     return [
-        (x, sum(values[max(0, index - window) : index + 1]) / (index + 1 - max(0, index - window)))
-        for index, (x, _) in enumerate(line)
+        (x, (sums[index + 1] - sums[start]) / (index + 1 - start))
+        for index, ((x, _), start) in enumerate(zip(line, first, strict=True))
     ]
 
 

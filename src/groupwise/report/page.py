@@ -102,8 +102,8 @@ def _memory(run: RunData) -> str:
         named = {f"{name}, {'planned' if name == 'predicted' else 'measured'}": line for name, line in lines.items()}
         card = _card("Highest peak memory of any rank", "GiB", line_chart(named) + legend(list(named)))
         parts.append(f'<div class="cards">{card}</div>')
-    last = run.steps[-1].get("memory_bytes", {})
-    if "prediction_error" in last:
+    last = run.steps[-1]["memory_bytes"]
+    if {"peak", "predicted", "prediction_error", "utilization"} <= set(last):
         parts.append(
             f"<p>Last step: {format_bytes(int(last['peak']))} measured, {format_bytes(int(last['predicted']))} planned"
             f" (error {last['prediction_error']:+.1%}), {last['utilization']:.1%} of the device.</p>"
@@ -121,10 +121,10 @@ def _memory(run: RunData) -> str:
 
 def _images(run: RunData) -> str:
     cards = []
-    for path in run.images:
-        data, image_type = base64.b64encode(path.read_bytes()).decode(), path.suffix.removeprefix(".")
-        image = f'<img alt="{escape(path.name)}" src="data:image/{image_type};base64,{data}">'
-        cards.append(_card(path.name, "", image))
+    for name, content in run.images.items():
+        data, image_type = base64.b64encode(content).decode(), name.rpartition(".")[2]
+        image = f'<img alt="{escape(name)}" src="data:image/{image_type};base64,{data}">'
+        cards.append(_card(name, "", image))
     return "".join(cards)
 
 

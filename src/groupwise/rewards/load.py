@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from groupwise.core.errors import UserError
-from groupwise.core.imports import import_function
+from groupwise.core.imports import import_function, refuse_unnamed_code
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.config import SETTING, RewardFunctionsConfig, split_name
 from groupwise.rewards.http import HttpReward
@@ -43,6 +43,7 @@ def load_reward_functions(
 
 
 def _service(url: str, config: RewardFunctionsConfig) -> HttpReward:
+    refuse_unnamed_code(url, f"{SETTING}.functions")
     return HttpReward(url, config.timeout_s, config.retries, config.backoff_s, config.rows_per_request)
 
 

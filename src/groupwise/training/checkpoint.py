@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import os
 import platform
 import shutil
 from collections.abc import Mapping
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import sync_folder, write_atomic, write_synced
+from groupwise.core.files import parse_json, read_bytes, sync_folder, write_atomic, write_synced
 from groupwise.training.config import differing_fields
 from groupwise.training.state import State, trainable_weights
 from groupwise.workloads.checkpoint_files import (
@@ -41,7 +42,9 @@ __all__ = [
     "write_checkpoint",
 ]
 
-_OPTIMIZER = "optimizer.pt"
+_OPTIMIZER = "optimizer.safetensors"
+_MAX_HEADER_BYTES = 100 << 20
+"""Names, shapes and offsets of the tensors in a safetensors file: the limit of the format's own library."""
 
 
 def write_checkpoint(
@@ -56,12 +59,12 @@ def write_checkpoint(
     """Save the state, and the workload's own files, as `step-NNNNNN`; keep the newest `keep` checkpoints."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{state.step:06d}"
-    if final.exists():
+    if os.path.lexists(final):
         if next(checkpoint_errors(final), None) is None:
             return _update_row_limits(final, state)
         _remove(final)
-    for leftover in (*folder.glob(".writing-*"), *folder.glob(".removing-*")):
-        shutil.rmtree(leftover)
+    for leftover in (*folder.glob(".writing-step-*"), *folder.glob(".removing-step-*")):
+        _delete(leftover)
     contents = {**(files or {}), **_state_files(state)}
     metadata = _metadata(state, config, ranks, contents)
     temporary = folder / f".writing-{final.name}"
@@ -116,33 +119,48 @@ def check_same_config(path: Path, config: Mapping[str, Any]) -> None:
 def check_same_files(path: Path, files: Mapping[str, bytes]) -> None:
     """Refuse weights that were trained with something else than the workload has now, such as another frozen model."""
     for name, now in files.items():
-        then = (path / name).read_bytes() if (path / name).is_file() else b"{}"
+        then = read_bytes(path / name) if (path / name).is_file() else b"{}"
         if now != then:
-            differences = "; ".join(differing_fields(json.loads(now), json.loads(then))) or "its bytes differ"
+            differences = "; ".join(_json_differences(now, then)) or "its bytes differ"
             raise UserError(
                 f"The checkpoint {path} was made with another {name}: {differences}. Use what it was trained with, or"
                 " start a new run with another --run-dir."
             )
 
 
+def _json_differences(now: bytes, then: bytes) -> list[str]:
+    """Empty where either is no JSON object."""
+    try:
+        ours, theirs = parse_json(now), parse_json(then)
+    except ValueError:
+        return []
+    return differing_fields(ours, theirs) if isinstance(ours, dict) and isinstance(theirs, dict) else []
+
+
 @torch.no_grad()
 def restore(path: Path, state: State) -> None:
     """Set the state to what the checkpoint holds, bit-identical."""
-    _load_tensors(_policy_tensors(state), load((path / WEIGHTS).read_bytes()), path)
-    optimizer = torch.load(io.BytesIO((path / _OPTIMIZER).read_bytes()), weights_only=True)
-    for group in optimizer["param_groups"]:
-        group["fused"] = state.optimizer.defaults["fused"]  # as this device has it, not the one it was written on
-    state.optimizer.load_state_dict(optimizer)
+    _refuse_pickled_optimizer(path)
+    policy = _policy_tensors(state)
+    _load_tensors(policy, _read_tensors(path / WEIGHTS, _numel(policy)), path)
+    _load_optimizer(path, state)
     if state.ema:
-        _load_tensors(state.ema.weights, load((path / EMA_WEIGHTS).read_bytes()), path)
+        _load_tensors(state.ema.weights, _read_tensors(path / EMA_WEIGHTS, _numel(policy)), path)
     metadata = read_metadata(path)
     state.step, state.updates = metadata["step"], metadata["updates"]
 
 
+def _refuse_pickled_optimizer(path: Path) -> None:
+    if not (path / _OPTIMIZER).is_file():
+        raise UserError(
+            f"The checkpoint {path} has no {_OPTIMIZER}: earlier versions of groupwise pickled the optimizer's state,"
+            " and pickles are no longer read, because loading one can run code. Start a new run with another"
+            " --run-dir, or finish this one with the version that it was started with."
+        )
+
+
 def _state_files(state: State) -> dict[str, bytes]:
-    optimizer = io.BytesIO()
-    torch.save(state.optimizer.state_dict(), optimizer)
-    files = {WEIGHTS: _save_tensors(_policy_tensors(state)), _OPTIMIZER: optimizer.getvalue()}
+    files = {WEIGHTS: _save_tensors(_policy_tensors(state)), _OPTIMIZER: _save_tensors(_optimizer_tensors(state))}
     if state.ema:
         files[EMA_WEIGHTS] = _save_tensors(state.ema.weights)
     return files
@@ -151,6 +169,56 @@ def _state_files(state: State) -> dict[str, bytes]:
 def _policy_tensors(state: State) -> dict[str, Tensor]:
     """What training changes: trainable weights and buffers. Frozen weights are loaded from their own source."""
     return {**trainable_weights(state.policy), **dict(state.policy.named_buffers())}
+
+
+def _optimizer_tensors(state: State) -> dict[str, Tensor]:
+    """What AdamW keeps of each weight, as `weight.exp_avg`. Its settings are in the config, so they are not saved."""
+    return {
+        f"{name}.{field}": value
+        for name, weight in trainable_weights(state.policy).items()
+        for field, value in state.optimizer.state.get(weight, {}).items()
+    }
+
+
+def _load_optimizer(path: Path, state: State) -> None:
+    weights = trainable_weights(state.policy)
+    saved = _read_tensors(path / _OPTIMIZER, 3 * _numel(weights))
+    by_weight: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in saved.items():
+        name, _, field = key.rpartition(".")
+        by_weight.setdefault(name, {})[field] = tensor
+    wrong = [name for name, fields in by_weight.items() if not _is_adam_state(weights.get(name), fields)]
+    if wrong:
+        raise UserError(
+            f"The checkpoint {path} does not belong to this policy: the optimizer's state of '{wrong[0]}' is of another"
+            " weight. Use the recipe that the run was started with."
+        )
+    # The groups are this run's: AdamW's settings are in the config, and whether it is fused depends on the device.
+    groups = state.optimizer.state_dict()["param_groups"]
+    by_index = {index: by_weight[name] for index, name in enumerate(weights) if name in by_weight}
+    state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
+
+
+def _is_adam_state(weight: Tensor | None, fields: Mapping[str, Tensor]) -> bool:
+    """A step, and two moments of the weight's shape."""
+    shapes = {name: tensor.shape for name, tensor in fields.items()}
+    return weight is not None and shapes == {
+        "step": torch.Size(),
+        "exp_avg": weight.shape,
+        "exp_avg_sq": weight.shape,
+    }
+
+
+def _numel(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _read_tensors(path: Path, numel: int) -> dict[str, Tensor]:
+    """The tensors of a file, which is refused where it has more bytes than so many numbers of any dtype."""
+    try:
+        return load(read_bytes(path, max_bytes=_MAX_HEADER_BYTES + 8 * numel))
+    except SafetensorError as error:
+        raise UserError(f"{path} holds no tensors ({error}). Restore it, or delete this checkpoint.") from error
 
 
 def _save_tensors(tensors: Mapping[str, Tensor]) -> bytes:
@@ -172,9 +240,17 @@ def _load_tensors(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], pat
 def _remove(path: Path) -> None:
     """Rename first, so that a crash never leaves half a checkpoint under a valid name."""
     trash = path.with_name(f".removing-{path.name}")
-    shutil.rmtree(trash, ignore_errors=True)
+    _delete(trash)
     path.rename(trash)
-    shutil.rmtree(trash)
+    _delete(trash)
+
+
+def _delete(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link but not what it points to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _to_bytes(metadata: Mapping[str, Any]) -> bytes:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +15,14 @@ import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
-from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
+from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.memory.stages import StepSpec
 from groupwise.workloads.base import WorkloadConfig
+
+MAX_THREADS = 1024
+"""More cores than a machine has for one rank. Tens of thousands of threads end in a segmentation fault."""
+_MOST = 10**9
+"""Steps, and what is counted in steps."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +48,11 @@ class OptimizerConfig:
         require_types(self, "optimizer.")
         rules = {
             "learning_rate": (0 < self.learning_rate < 1000, "above 0 and below 1000 (1e-6 to 1e-2 are common)"),
-            "warmup_updates": (self.warmup_updates >= 0, "0 or more"),
+            "warmup_updates": (0 <= self.warmup_updates <= _MOST, f"from 0 to {_MOST:,}"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more"),
             "betas": (all(0 <= beta < 1 for beta in self.betas), "two numbers from 0 to below 1"),
             "max_grad_norm": (self.max_grad_norm is None or self.max_grad_norm > 0, "above 0, or None"),
-            "updates_per_step": (self.updates_per_step >= 1, "at least 1"),
+            "updates_per_step": (1 <= self.updates_per_step <= 10**6, "from 1 to 1,000,000"),
             "ema_decay": (self.ema_decay is None or 0 <= self.ema_decay < 1, "from 0 to below 1, or None"),
         }
         for name, (holds, rule) in rules.items():
@@ -66,6 +73,8 @@ class RunConfig:
     """Steps between evaluations; 0 evaluates before the first and after the last step only."""
     samples_per_step: int = 4
     """Rollouts of each step that are written to samples.jsonl."""
+    samples_mib: int = 32
+    """Size at which samples.jsonl becomes samples.1.jsonl, in place of the one before it."""
     show_samples_every: int = 0
     """Steps between tables of those rollouts on the screen; 0 shows none."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -79,10 +88,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require_types(self)
-        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1}
+        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "samples_mib": 1}
         least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0}
+        most = {"threads": MAX_THREADS, "samples_per_step": MAX_ROLLOUTS_PER_STEP, "samples_mib": 2**20}
         for name, number in least.items():
-            require(getattr(self, name) >= number, name, getattr(self, name), f"at least {number}")
+            limit = most.get(name, _MOST)
+            holds = number <= getattr(self, name) <= limit
+            require(holds, name, getattr(self, name), f"from {number} to {limit:,}")
 
 
 @dataclass(frozen=True)
@@ -115,12 +127,12 @@ class Config:
 
     def __post_init__(self) -> None:
         require_types(self)
-        require(self.steps >= 1, "steps", self.steps, "at least 1")
+        require(1 <= self.steps <= _MOST, "steps", self.steps, f"from 1 to {_MOST:,}")
         whole = isinstance(self.rows_per_pass, int) and not isinstance(self.rows_per_pass, bool)
         require(whole or self.rows_per_pass == "auto", "rows_per_pass", self.rows_per_pass, "a whole number, or auto")
-        require(self.refill >= 0, "refill", self.refill, "0 or more")
-        if self.group_size < 2:
-            self.shape(conditions=max(self.conditions_per_step, 1))
+        require(0 <= self.refill <= 1000, "refill", self.refill, "from 0 to 1,000")
+        if self.group_size < 2 or self.conditions_per_step * self.group_size > MAX_ROLLOUTS_PER_STEP:
+            self.shape(conditions=UNKNOWN_DATASET_SIZE)
 
     def shape(self, *, conditions: int, ranks: int = 1) -> StepShape:
         """The arithmetic of a step; refuses what does not fit."""
@@ -174,22 +186,58 @@ def to_dict(config: Any) -> dict[str, Any]:
     return values
 
 
-def from_dict(config: Any, values: Mapping[str, Any]) -> Any:
-    """A config of the same types with the given (JSON) values: the inverse of `to_dict`."""
-    changed = {}
+def from_dict(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A config of the same types with the given (JSON) values: the inverse of `to_dict`. Refuses other types."""
+    changed, hints = {}, _type_hints(type(config))
     for entry in dataclasses.fields(config):
         if entry.name not in values:
             continue
-        current, value = getattr(config, entry.name), values[entry.name]
+        current, value, name = getattr(config, entry.name), values[entry.name], f"{prefix}{entry.name}"
         if dataclasses.is_dataclass(current):
-            changed[entry.name] = from_dict(current, value)
-        elif isinstance(value, list):
-            changed[entry.name] = tuple(value)
-        elif "Path" in str(entry.type):
-            changed[entry.name] = Path(value) if value is not None else None
-        elif _is_plain(current) or isinstance(current, Mapping):
-            changed[entry.name] = value
+            require(isinstance(value, Mapping), name, _shorten(value), "an object of settings")
+            changed[entry.name] = from_dict(current, value, f"{name}.")
+        elif isinstance(current, Mapping) or isinstance(value, list) or _is_plain(current) or "Path" in str(entry.type):
+            hint = hints.get(entry.name, Any)
+            require(_has_type(value, hint), name, _shorten(value), f"of type {entry.type}")
+            changed[entry.name] = _from_json(value, entry)
     return dataclasses.replace(config, **changed)
+
+
+def _from_json(value: Any, entry: dataclasses.Field[Any]) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return Path(value) if "Path" in str(entry.type) and value is not None else value
+
+
+def _type_hints(kind: type) -> dict[str, Any]:
+    """Of the fields; none where an annotation names what only a type checker imports."""
+    try:
+        return typing.get_type_hints(kind)
+    except NameError:
+        return {}
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Whether a JSON value can be of a field's type; types that JSON has no form for are not checked."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, option) for option in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:
+        inner = arguments[:1] * len(value) if isinstance(value, list) and arguments[-1] is ... else arguments
+        return isinstance(value, list) and len(inner) == len(value) and all(map(_has_type, value, inner))
+    if origin is not None and issubclass(origin, Mapping):
+        return isinstance(value, dict) and all(_has_type(entry, arguments[1]) for entry in value.values())
+    plain: dict[Any, Any] = {int: int, float: (int, float), str: str, bool: bool, Path: str, type(None): type(None)}
+    if hint not in plain:
+        return True
+    return isinstance(value, plain[hint]) and isinstance(value, bool) <= (hint is bool)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}..."
 
 
 def differing_fields(ours: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = "") -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -16,11 +16,12 @@ from groupwise.core.loss import kl_to_reference
 from groupwise.core.placement import Placement, place
 from groupwise.core.reward import weigh
 from groupwise.core.shape import StepShape
-from groupwise.core.types import Rollouts, Scores
+from groupwise.core.types import Rollouts, Scores, concatenate_scores
 from groupwise.dist.comm import Comm
 from groupwise.training.rollout import compute_rewards, gather_group_ids, generate_rollouts
 from groupwise.training.setup import Setup
 from groupwise.training.state import State, trainable_weights
+from groupwise.workloads.base import Workload
 
 RATIO_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Largest difference between sampled and recomputed log-probability, by the dtype of the log-probabilities."""
@@ -60,10 +61,10 @@ def _score_checks(setup: Setup, rollouts: Rollouts) -> list[Check]:
     state.optimizer.zero_grad(set_to_none=True)
     part = rollouts.select(torch.arange(min(len(rollouts), state.row_limits["rows_per_pass"])))
     with comm.fail_together(f"score() of {type(workload).__name__}"):
-        scores = workload.score(part)
+        scores = _score_and_differentiate(workload, part)
     checks = [_ratio_is_one(scores, part, comm)]
     if scores.logp.shape == part.logp.shape:
-        checks.append(_gradients_arrive(scores, part, state, comm))
+        checks.append(_gradients_arrive(state, workload.idle_parts(part), comm))
         if loss.kl:
             checks.append(_kl_has_gradient(scores, part, comm))
     if loss.entropy:
@@ -71,6 +72,22 @@ def _score_checks(setup: Setup, rollouts: Rollouts) -> list[Check]:
         detail = "" if given else "score() gives none, but loss.entropy is above 0."
         checks.append(Check("entropy is given", given, detail))
     return checks
+
+
+def _score_and_differentiate(workload: Workload, rollouts: Rollouts) -> Scores:
+    """Scores without graphs. The policy gets the gradient of an unevenly weighted sum of the log-probabilities."""
+    weights = torch.linspace(1, 2, rollouts.logp.numel()).view_as(rollouts.logp).to(rollouts.logp)
+    parts, done = [], 0
+    for score in workload.score_parts(rollouts):
+        columns = score().by_name()
+        logp = columns["logp"]
+        part = slice(done, done + logp.shape[1])
+        done = part.stop
+        mask = rollouts.mask[:, part]
+        if logp.requires_grad and logp.shape == mask.shape:
+            torch.where(mask, weights[:, part] * logp, torch.zeros_like(logp)).sum().backward()
+        parts.append(Scores(**{name: c.detach().requires_grad_(c.requires_grad) for name, c in columns.items()}))
+    return concatenate_scores(parts)
 
 
 def refuse_failures(checks: list[Check]) -> None:
@@ -149,14 +166,10 @@ def _ratio_is_one(scores: Scores, part: Rollouts, comm: Comm) -> Check:
     return Check(name, True, f"largest difference {largest:.1g}")
 
 
-def _gradients_arrive(scores: Scores, part: Rollouts, state: State, comm: Comm) -> Check:
-    """An unevenly weighted sum of log-probabilities must have a gradient in every trainable part of the policy."""
-    state.optimizer.zero_grad(set_to_none=True)
-    with comm.fail_together("The backward pass of preflight"):
-        if scores.logp.requires_grad:
-            weights = torch.linspace(1, 2, part.logp.numel()).view_as(part.logp).to(part.logp)
-            torch.where(part.mask, weights * scores.logp, torch.zeros_like(weights)).sum().backward(retain_graph=True)
-    missing = sorted(set.intersection(*comm.gather_objects([set(_without_gradient(state))])))
+def _gradients_arrive(state: State, idle_parts: Sequence[str], comm: Comm) -> Check:
+    """The log-probabilities must have a gradient in every trainable part of the policy that these rollouts use."""
+    without = {name for name in _without_gradient(state) if name.split(".")[0] not in idle_parts}
+    missing = sorted(set.intersection(*comm.gather_objects([without])))
     if missing:
         detail = (
             f"no gradient reaches {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}. Look for a detach, a"

@@ -94,7 +94,8 @@ def _trial_update(setup: Setup, rollouts: Rollouts) -> None:
     with setup.comm.fail_together(f"score() of {type(setup.workload).__name__}"):
         part = rollouts.select(torch.arange(min(rows, len(rollouts))))
         for _ in range(2 if rows < len(rollouts) else 1):
-            setup.workload.score(part).logp.sum().backward()
+            for score in setup.workload.score_parts(part):
+                score().logp.sum().backward()
         reserve_optimizer_memory(setup.state)
 
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from groupwise.core.errors import UserError
 from groupwise.dist.comm import connect
+from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.trackers import Trackers
 from groupwise.training.checkpoint import (
     check_same_config,
@@ -29,8 +30,10 @@ from groupwise.training.evaluate import write_evaluation
 from groupwise.training.loop import StepResult, training_steps
 from groupwise.training.preflight import Check, preflight, refuse_failures
 from groupwise.training.progress import ProgressDisplay
-from groupwise.training.run_folder import RunFolder
+from groupwise.training.run_folder import METRICS, RunFolder, reward_of
 from groupwise.training.setup import Setup, ignore_warning, set_up
+
+_SAME_REQUEST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -63,16 +66,21 @@ class RunSummary:
 
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
-    start = time.perf_counter()
+    start, comm = time.perf_counter(), connect()
     folder = RunFolder(run_dir(config))
-    display = ProgressDisplay(config, silent=not connect().is_main)
+    display = ProgressDisplay(config, silent=not comm.is_main)
+    if comm.broadcast_object(comm.is_main and folder.is_of_this_job()):
+        config = replace(config, run=replace(config.run, resume=True))
+    with comm.fail_together("Looking at the run folder"):
+        if comm.is_main:
+            folder.refuse_other_run(resume=config.run.resume)  # before a model is loaded
     checkpoint = newest_valid_checkpoint(folder.checkpoints, ignore_warning) if config.run.resume else None
     setup = set_up(config, checkpoint, warn=display.warn)
     with setup.comm.fail_together("Locking the run folder"):
         if setup.comm.is_main:
             folder.lock(resume=config.run.resume)
     try:
-        with display:
+        with display, stop_with_launcher():
             _resume(setup, folder, display)
             _preflight(setup, display)
             interrupted = _train(setup, folder, display)
@@ -118,7 +126,7 @@ def _resume(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> None:
         display.print(f"No checkpoint in {folder.path} yet: starting at step 0.")
     display.start_at(state.step)
     if comm.is_main:
-        folder.rewind(state.step)
+        folder.rewind(state.step, display.warn)
         folder.write("config.json", to_dict(config))
         if setup.monitor.plan is not None:
             folder.write("plan.json", setup.monitor.plan.to_dict())
@@ -194,8 +202,8 @@ class StepLog:
         memory = setup.monitor.record(step.memory, setup.state.row_limits["rows_per_pass"])
         step = replace(step, memory=memory)
         if setup.comm.is_main:
-            folder.append("metrics.jsonl", [{"step": step.step, **step.metrics, "memory_bytes": memory.to_dict()}])
-            folder.append("samples.jsonl", step.samples)
+            folder.append(METRICS, [{"step": step.step, **step.metrics, "memory_bytes": memory.to_dict()}])
+            folder.append_samples(step.samples, max_bytes=setup.config.run.samples_mib << 20)
         memory_metrics = {f"memory/{name}": float(value) for name, value in memory.to_dict().items()}
         self._trackers.log({**step.metrics, **memory_metrics}, step.step)
         self._display.show_step(step)
@@ -222,6 +230,7 @@ class StepLog:
     def _write_checkpoint(self) -> None:
         setup = self._setup
         if setup.comm.is_main:
+            self._folder.sync_logs()
             write_checkpoint(
                 self._folder.checkpoints,
                 setup.state,
@@ -236,17 +245,22 @@ class StepLog:
 def handle_stop_signals(print_line: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
     """Yields whether a stop was requested by Ctrl-C or SIGTERM. The second one raises KeyboardInterrupt.
 
-    Only the main thread receives signals.
+    Only the main thread receives signals. Under a launcher Ctrl-C arrives twice, from the terminal and from torchrun,
+    so a second one within a few seconds is the same.
     """
-    stop_requested: list[int] = []
+    stop_requested: list[float] = []
+    same_request_s = _SAME_REQUEST_S if is_launched() else 0.0
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
 
-    def on_signal(number: int, _frame: object) -> None:
+    def on_signal(_number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if stop_requested and now - stop_requested[0] < same_request_s:
+            return
         if stop_requested:
             raise KeyboardInterrupt
-        stop_requested.append(number)
+        stop_requested.append(now)
         print_line("Stopping: finishing this step and writing a checkpoint. Once more to exit immediately.")
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -261,8 +275,8 @@ def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool)
     steps, evaluation = folder.metrics(), folder.read("eval.json")
     tenth = max(1, len(steps) // 10)
 
-    def reward(entries: Sequence[Mapping[str, float | None]]) -> MeanAndStd | None:
-        return MeanAndStd.of([entry["reward"] for entry in entries if entry["reward"] is not None])
+    def reward(entries: Sequence[Mapping[str, Any]]) -> MeanAndStd | None:
+        return MeanAndStd.of([reward for entry in entries if (reward := reward_of(entry)) is not None])
 
     return RunSummary(
         run_dir=folder.path,
@@ -270,8 +284,14 @@ def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool)
         seconds=seconds,
         reward_first_tenth=reward(steps[:tenth]),
         reward_last_tenth=reward(steps[-tenth:]),
-        eval_before=evaluation.get("before", {}),
-        eval_after=evaluation.get("after", {}),
+        eval_before=_numbers(evaluation.get("before")),
+        eval_after=_numbers(evaluation.get("after")),
         interrupted=interrupted,
         is_main=setup.comm.is_main,
     )
+
+
+def _numbers(metrics: object) -> dict[str, float]:
+    """The metrics of one evaluation in eval.json, without what a run of ours would not have written."""
+    entries = metrics.items() if isinstance(metrics, dict) else ()
+    return {name: float(value) for name, value in entries if isinstance(value, int | float)}

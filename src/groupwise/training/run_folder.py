@@ -1,17 +1,57 @@
-"""The folder of a run: its lock, its JSON files and logs, and how the logs are rewound on resume."""
+"""The folder of a run: its lock and owner, its JSON files and logs, and how the logs are rewound on resume."""
 
 from __future__ import annotations
 
-import json
+import os
+import socket
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import append_jsonl, read_jsonl, to_json, write_atomic
+from groupwise.core.files import (
+    append_jsonl,
+    ignore_message,
+    read_json,
+    read_jsonl,
+    read_log,
+    sync_file,
+    sync_folder,
+    to_json,
+    write_atomic,
+)
+from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
+from groupwise.workloads.checkpoint_files import newest_first
+
+METRICS, SAMPLES, OLDER_SAMPLES = "metrics.jsonl", "samples.jsonl", "samples.1.jsonl"
+_LOGS = (METRICS, SAMPLES, OLDER_SAMPLES)
+_OWNER = ".owner.json"
+_WAIT_FOR_PREDECESSOR_S = 30.0
+"""A launcher may restart ranks before the last of their predecessors is gone."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who trains in a folder: a process, and the launcher that started it, if one did."""
+
+    process: int
+    host: str
+    launcher: str
+    job_id: str
+
+    @staticmethod
+    def current() -> Owner:
+        return Owner(os.getpid(), socket.gethostname(), launcher_identity(), rendezvous_id())
+
+
+def reward_of(entry: Mapping[str, Any]) -> float | None:
+    """Of a line of metrics.jsonl; None where the step has none."""
+    reward = entry.get("reward")
+    return float(reward) if isinstance(reward, int | float) else None
 
 
 class RunFolder:
@@ -26,31 +66,62 @@ class RunFolder:
         """Reserve the folder for this process. Refuse one that holds another run, is in use, or cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire()
+            self._lock.acquire(timeout=_WAIT_FOR_PREDECESSOR_S if was_restarted() else 0, blocking=was_restarted())
         except Timeout as error:
             raise UserError(
-                f"Another process is training in {self.path} now. Wait for it, or choose another --run-dir."
+                f"Another process is training in {self.path} now{self._owner_label()}. Wait for it, or choose another"
+                " --run-dir."
             ) from error
         except OSError as error:
             raise UserError(
                 f"The run folder {self.path} cannot be written ({error.strerror}). Choose another with --run-dir."
             ) from error
-        steps = len(self.metrics())
-        if not resume and (steps or any(self.checkpoints.glob("step-*"))):
+        try:
+            self.refuse_other_run(resume=resume)
+        except UserError:
             self.release()
+            raise
+        self.write(_OWNER, asdict(Owner.current()))
+
+    def refuse_other_run(self, *, resume: bool) -> None:
+        """Refuse a folder that holds a run, unless it is to be continued. Nothing is written."""
+        if not resume and (self.has_run or newest_first(self.checkpoints)):
             raise UserError(
-                f"The run folder {self.path} already holds a run ({steps} steps). Continue it with --resume, or choose"
-                " another with --run-dir."
+                f"The run folder {self.path} already holds a run ({len(self.metrics())} steps). Continue it with"
+                " --resume, or choose another with --run-dir."
             )
 
     def release(self) -> None:
         self._lock.release()
 
-    def rewind(self, step: int) -> None:
-        """Remove the log entries of steps that will be trained again."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
-            kept = [entry for entry in read_jsonl(self.path / name) if entry["step"] < step]
-            write_atomic(self.path / name, "".join(to_json(entry) + "\n" for entry in kept).encode())
+    def is_of_this_job(self) -> bool:
+        """Whether an earlier attempt of this job has started the folder's run, so that this one continues it."""
+        then, now = self._owner(), Owner.current()
+        same_id = was_restarted() and now.job_id != "" and then.get("job_id") == now.job_id
+        return same_id or (now.launcher != "" and then.get("launcher") == now.launcher)
+
+    def _owner(self) -> dict[str, Any]:
+        """For information: a damaged file says as little as a missing one."""
+        try:
+            return self.read(_OWNER)
+        except UserError:
+            return {}
+
+    def _owner_label(self) -> str:
+        owner = self._owner()
+        return f" (process {owner.get('process')} on {owner.get('host')})" if owner else ""
+
+    def rewind(self, step: int, warn: Callable[[str], None] = ignore_message) -> None:
+        """Remove the log entries of steps that will be trained again, and repair what a crash or others have left."""
+        for name in _LOGS:
+            if name != OLDER_SAMPLES or os.path.lexists(self.path / name):
+                kept = (line for line, entry in read_log(self.path / name, warn) if entry["step"] < step)
+                write_atomic(self.path / name, b"".join(kept))
+        if (self.path / OLDER_SAMPLES).exists() and not (self.path / SAMPLES).stat().st_size:
+            (self.path / OLDER_SAMPLES).replace(self.path / SAMPLES)  # as it was before the file was rotated
+        logged = {entry["step"] for _, entry in read_log(self.path / METRICS)}
+        if len(logged) < step:
+            warn(f"{METRICS} lacks {step - len(logged)} of the {step} steps that were trained; the weights have them.")
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file atomically."""
@@ -59,20 +130,41 @@ class RunFolder:
     def append(self, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
         append_jsonl(self.path / name, entries)
 
+    def append_samples(self, entries: Sequence[Mapping[str, Any]], *, max_bytes: int) -> None:
+        """Rotates: beyond `max_bytes` the file becomes samples.1.jsonl, in place of the one before."""
+        self.append(SAMPLES, entries)
+        if (self.path / SAMPLES).stat().st_size > max_bytes:
+            (self.path / SAMPLES).replace(self.path / OLDER_SAMPLES)
+
+    def sync_logs(self) -> None:
+        """Wait until the disk has the logs: after a power cut no checkpoint is ahead of them."""
+        for name in _LOGS:
+            sync_file(self.path / name)
+        sync_folder(self.path)
+
     def read(self, name: str) -> dict[str, Any]:
         path = self.path / name
+        if not os.path.lexists(path):
+            return {}
         try:
-            content: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-        except ValueError as error:
+            return read_json(path)
+        except UserError as error:
             raise UserError(
-                f"{path} is damaged ({error}). Restore it, or delete it: eval.json is written again by the next"
-                " evaluation, config.json by the next --resume."
+                f"{error} Or delete it: eval.json is written again by the next evaluation, config.json by the next"
+                " --resume."
             ) from error
-        return content
 
     def write_traceback(self, error: BaseException) -> None:
         """Keep the whole traceback of what stopped the run, for developers."""
-        (self.path / "error.txt").write_text("".join(traceback.format_exception(error)))
+        write_atomic(self.path / "error.txt", "".join(traceback.format_exception(error)).encode("utf-8", "replace"))
 
-    def metrics(self) -> list[dict[str, Any]]:
-        return read_jsonl(self.path / "metrics.jsonl")
+    @property
+    def has_run(self) -> bool:
+        return next(iter(read_log(self.path / METRICS)), None) is not None
+
+    def metrics(self, warn: Callable[[str], None] = ignore_message) -> list[dict[str, Any]]:
+        return read_jsonl(self.path / METRICS, warn)
+
+    def samples(self, warn: Callable[[str], None] = ignore_message) -> list[dict[str, Any]]:
+        """Of the newest file that has any."""
+        return read_jsonl(self.path / SAMPLES, warn) or read_jsonl(self.path / OLDER_SAMPLES, warn)

@@ -110,4 +110,7 @@ def _choose_rows(setup: Setup, checkpoint: Path | None) -> int:
 
     if checkpoint is None:
         return choose_rows(setup)
-    return int(read_metadata(checkpoint)["config"]["rows_per_pass"])
+    rows = read_metadata(checkpoint)["config"].get("rows_per_pass")
+    if not isinstance(rows, int):
+        raise UserError(f"The checkpoint {checkpoint} does not say its rows_per_pass. Set one: --rows-per-pass 8.")
+    return rows

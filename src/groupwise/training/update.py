@@ -6,8 +6,10 @@ Every denominator is counted over the whole step, so the number of passes and ra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from groupwise.core.loss import (
     per_decision,
     policy_gradient,
 )
-from groupwise.core.types import Advantages, Rollouts, Scores
+from groupwise.core.types import Advantages, Rollouts, Scores, concatenate_scores
 from groupwise.training.config import Config
 from groupwise.training.rollout import Round, rank_slice
 from groupwise.training.setup import Setup
@@ -51,8 +53,13 @@ def loss_of_pass(
     scores: Scores, rollouts: Rollouts, row_weights: Tensor, totals: StepTotals, config: LossConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """This pass's part of the step's loss, and its named terms."""
+    return _loss(scores, rollouts, row_weights, totals.denominators(rollouts.mask, config), config)
+
+
+def _loss(
+    scores: Scores, rollouts: Rollouts, row_weights: Tensor, denominator: Tensor, config: LossConfig
+) -> tuple[Tensor, dict[str, Tensor]]:
     mask = rollouts.mask
-    denominator = totals.denominators(mask, config)
     loss = _surrogate(scores, rollouts, row_weights.to(scores.logp), denominator, config)
     parts: dict[str, Tensor] = {}
     if config.kl:
@@ -64,6 +71,61 @@ def loss_of_pass(
         parts["entropy"] = masked_sum(scores.entropy, mask, denominator)
         loss = loss - config.entropy * parts["entropy"]
     return loss, {"loss": loss} | parts
+
+
+def backward_in_parts(
+    parts: Sequence[Callable[[], Scores]],
+    rollouts: Rollouts,
+    row_weights: Tensor,
+    totals: StepTotals,
+    config: LossConfig,
+) -> tuple[Scores, dict[str, float]]:
+    """Add the gradient of a pass, part after part of its decisions: the graph of one part is held at a time.
+
+    The loss is a sum over decisions. A ratio per rollout needs the log-probs of all its decisions first: they are
+    computed once without a graph, and each part gets the gradient with respect to its own.
+    """
+    denominator = totals.denominators(rollouts.mask, config)
+    if len(parts) > 1 and config.ratio == "rollout":
+        return _backward_of_values(parts, rollouts, row_weights, denominator, config)
+    detached, terms, done = [], Counter[str](), 0
+    for score in parts:
+        scores = score()
+        part = slice(done, done + scores.logp.shape[1])
+        done = part.stop
+        weights = row_weights[:, part] if row_weights.ndim == 2 else row_weights
+        loss, named = _loss(scores, rollouts.decisions(part), weights, denominator, config)
+        loss.backward()
+        detached.append(_detached(scores))
+        terms.update({name: value.item() for name, value in named.items()})
+    return concatenate_scores(detached), dict(terms)
+
+
+def _backward_of_values(
+    parts: Sequence[Callable[[], Scores]],
+    rollouts: Rollouts,
+    row_weights: Tensor,
+    denominator: Tensor,
+    config: LossConfig,
+) -> tuple[Scores, dict[str, float]]:
+    with torch.no_grad():
+        scores = concatenate_scores([score() for score in parts])
+    leaves = {name: column.requires_grad_() for name, column in scores.by_name().items()}
+    loss, terms = _loss(Scores(**leaves), rollouts, row_weights, denominator, config)
+    loss.backward()
+    done = 0
+    for score in parts:
+        columns = score().by_name()
+        part = slice(done, done + columns["logp"].shape[1])
+        done = part.stop
+        used = [name for name, column in columns.items() if column.requires_grad and leaves[name].grad is not None]
+        gradients = [cast(Tensor, leaves[name].grad)[:, part] for name in used]
+        torch.autograd.backward([columns[name] for name in used], gradients)
+    return _detached(scores), {name: value.item() for name, value in terms.items()}
+
+
+def _detached(scores: Scores) -> Scores:
+    return Scores(**{name: column.detach() for name, column in scores.by_name().items()})
 
 
 @torch.no_grad()
@@ -171,14 +233,13 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
     loss_config = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
     with comm.fail_together(f"score() of {type(workload).__name__}"):
         for part, rows in training.passes(workload, state.row_limits["rows_per_pass"]):
-            scores = workload.score(part)
-            loss, terms = loss_of_pass(scores, part, row_weights[rows], training.totals, loss_config)
-            loss.backward()
+            parts = workload.score_parts(part)
+            scores, terms = backward_in_parts(parts, part, row_weights[rows], training.totals, loss_config)
             ratio, clipped = ratio_statistics(scores, part, row_weights[rows], config.loss)
-            terms["ratio_mean"] = ratio.sum() / training.totals.decisions
-            terms["clip_fraction"] = clipped.sum() / training.totals.decisions
+            terms["ratio_mean"] = ratio.sum().item() / training.totals.decisions
+            terms["clip_fraction"] = clipped.sum().item() / training.totals.decisions
             for name, value in terms.items():
-                sums[name] += value.item()
+                sums[name] += value
             highest, lowest = max(highest, ratio.max().item()), min(lowest, ratio.min().item())
     comm.sum_gradients(state.trainable)
     with comm.fail_together("Reserving memory for the optimizer"):

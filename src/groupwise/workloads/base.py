@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -86,6 +87,17 @@ class Workload(ABC):
     @abstractmethod
     def score(self, rollouts: Rollouts) -> Scores:
         """Log-probs of the same decisions under the current policy, with gradient."""
+
+    def score_parts(self, rollouts: Rollouts) -> Sequence[Callable[[], Scores]]:
+        """`score` in parts: functions that score some consecutive decisions each, all of them together.
+
+        Training calls them one after the other, each with its backward pass, so that only the graph of one is held.
+        """
+        return [partial(self.score, rollouts)]
+
+    def idle_parts(self, rollouts: Rollouts) -> Sequence[str]:
+        """Children of the policy that these rollouts do not use, by name, so that they have no gradient."""
+        return ()
 
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
         """Indices of the rows that `score` gets together, pass after pass; at most `rows_per_pass` at a time.

@@ -1,27 +1,35 @@
-"""Find, verify and read a checkpoint folder. Used by training, export and serving."""
+"""Find, verify and read a checkpoint folder, which may come from a stranger. Used by training, export and serving."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import open_regular, read_json
 
 METADATA_FILE = "checkpoint.json"
 WEIGHTS, EMA_WEIGHTS = "policy.safetensors", "ema.safetensors"
+_NAME = re.compile(r"step-([0-9]{1,15})")
+_LARGEST_COUNT = 2**53
 
 
 def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint without errors; warns of every damaged one that is newer."""
-    for path in newest_first(folder):
+    """The newest checkpoint without errors; warns of each damaged one that is newer, and of what is no checkpoint."""
+    _refuse_other_than_folder(folder)
+    for path in strangers(folder):
+        warn(f"{path} is ignored: checkpoints are called step- and a number of digits.")
+    checkpoints = newest_first(folder)
+    for path in checkpoints:
         error = next(checkpoint_errors(path), None)
         if error is None:
             return path
         warn(f"Checkpoint {path} is damaged ({error}); trying the one before it.")
-    if any(folder.glob("step-*")):
+    if checkpoints:
         raise UserError(
             f"Every checkpoint in {folder} is damaged, so there is nothing to resume from. Restore one from a backup,"
             " or start a new run with another --run-dir."
@@ -29,17 +37,29 @@ def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path |
     return None
 
 
+def _refuse_other_than_folder(folder: Path) -> None:
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        kind = "a link" if folder.is_symlink() else "not a folder"
+        raise UserError(f"{folder} is {kind}: it must be a folder within the run folder. Move it away, or restore it.")
+
+
 def read_metadata(path: Path) -> dict[str, Any]:
-    metadata: dict[str, Any] = json.loads((path / METADATA_FILE).read_text())
-    return metadata
+    return read_json(path / METADATA_FILE)
 
 
 def newest_first(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-*"), key=step_of, reverse=True)
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=step_of, reverse=True)
+
+
+def strangers(folder: Path) -> list[Path]:
+    """Entries that look like checkpoints and are none of ours, such as step-000020.bak."""
+    return sorted(path for path in folder.glob("step-*") if not _NAME.fullmatch(path.name))
 
 
 def step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1])
 
 
 def metadata_hash(metadata: Mapping[str, Any]) -> str:
@@ -51,17 +71,63 @@ def metadata_hash(metadata: Mapping[str, Any]) -> str:
 
 def checkpoint_errors(path: Path) -> Iterator[str]:
     """Why a checkpoint cannot be used, if it cannot."""
+    if path.is_symlink() or not path.is_dir():
+        yield "it is a link" if path.is_symlink() else "it is not a folder"
+        return
     try:
         metadata = read_metadata(path)
-        hashes = dict(metadata["sha256"])
-        if hashes.pop(METADATA_FILE) != metadata_hash(metadata) or metadata["step"] != step_of(path):
-            yield f"{METADATA_FILE} is not what was written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        yield f"{METADATA_FILE} cannot be read: {error}"
+    except UserError as error:
+        yield str(error).rstrip(".")
         return
-    for name, expected in hashes.items():
-        part = path / name
-        if not part.is_file():
+    wrong = next(_metadata_errors(metadata), None)
+    if wrong is not None:
+        yield f"in {METADATA_FILE} {wrong}"
+        return
+    hashes = dict(metadata["sha256"])
+    if hashes.pop(METADATA_FILE) != metadata_hash(metadata) or metadata["step"] != step_of(path):
+        yield f"{METADATA_FILE} is not what was written"
+    yield from _file_errors(path, hashes)
+
+
+def _metadata_errors(metadata: Mapping[str, Any]) -> Iterator[str]:
+    """What has another type than we write: right hashes prove only that one program wrote it, not that it was ours."""
+    limits, hashes, config = metadata.get("row_limits"), metadata.get("sha256"), metadata.get("config")
+    for name, least in {"step": 0, "updates": 0, "ranks": 1}.items():
+        if not _is_count(metadata.get(name), least):
+            yield f"'{name}' is not a number from {least}"
+    if not isinstance(limits, dict) or not all(_is_count(rows, 1) for rows in limits.values()):
+        yield "'row_limits' is not numbers of rows by name"
+    if not isinstance(config, dict) or not isinstance(config.get("workload", {}), dict):
+        yield "'config' is not the settings of a run"
+    if not isinstance(hashes, dict) or not {METADATA_FILE, WEIGHTS} <= set(hashes):
+        yield f"'sha256' is not hashes by name, those of {METADATA_FILE} and {WEIGHTS} among them"
+    elif not all(isinstance(value, str) for value in hashes.values()):
+        yield "'sha256' has a value that is no text"
+
+
+def _file_errors(path: Path, hashes: Mapping[str, str]) -> Iterator[str]:
+    """Files that differ from their hash, and those without one that somebody might read."""
+    present = {entry.name for entry in path.iterdir()}
+    readable = {name for name in present if name.endswith((".json", ".safetensors"))}
+    for name in sorted((readable | set(hashes)) - {METADATA_FILE}):
+        if Path(name).name != name:
+            yield f"{name} is not the name of a file in it"
+        elif name not in hashes:
+            yield f"{name} is not among the files that were written"
+        elif name not in present:
             yield f"{name} is missing"
-        elif hashlib.sha256(part.read_bytes()).hexdigest() != expected:
+        elif _hash(path / name) != hashes[name]:
             yield f"{name} is not what was written"
+
+
+def _hash(path: Path) -> str | None:
+    """None for what is no regular file."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except UserError:
+        return None
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < _LARGEST_COUNT

@@ -84,7 +84,7 @@ def test_killed_at_any_moment_and_resumed_it_ends_bit_identical(files, tmp_path)
     killed.communicate()
     assert main(command("killed")) == 0
     assert main(command("straight")) == 0
-    for name in ("policy.safetensors", "optimizer.pt"):
+    for name in ("policy.safetensors", "optimizer.safetensors"):
         straight, resumed = (
             (tmp_path / run / "checkpoints" / "step-000005" / name).read_bytes() for run in ("straight", "killed")
         )

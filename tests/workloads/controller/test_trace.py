@@ -1,18 +1,23 @@
 """Arithmetic, trace on fake tensors and the allocator agree on the memory of a controller."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
 from allocator import peak_allocated
+from tiny.molmoe import ASSET
 
 from groupwise.core.shape import StepShape
 from groupwise.memory.architecture import architecture
 from groupwise.memory.stages import StepSpec
 from groupwise.recipes import load_recipe
 from groupwise.workloads.controller.memory import ControllerMemory, vision_tower
+from groupwise.workloads.controller.model.load import read_config
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosaic_options
 from groupwise.workloads.controller.tasks.mosaic.scene import CROPS, TOKENS_PER_CROP
+from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 from groupwise.workloads.controller.trace import controller_step, trace_controller
 
 SPEC = StepSpec(StepShape(10**6, 2, 4, 1, 4, "whole"), fused_optimizer=True)
@@ -49,6 +54,27 @@ def test_plan_trace_and_allocator_agree(new_tokens):
     assert traced["rollout"] == pytest.approx(truth, rel=0.02)
     planned = memory.predict(SPEC)
     assert sum(planned.rollout.values()) == pytest.approx(traced["rollout"], rel=0.10)
+    assert sum(planned.update.values()) == pytest.approx(traced["update"], rel=0.10)
+
+
+def test_plan_and_allocator_agree_on_molmoe():
+    """Its crops are large and the tiny model is not, so that vision decides. A trace counts more: it unfolds crops."""
+    memory = replace(
+        VqaConfig(model=str(ASSET), max_new_tokens=1, crops={"low": 1, "high": 2}).memory_model(),
+        positions=3,
+        options=(2, 3, 3, 2),
+    )
+    config = read_config(str(ASSET))
+    real = controller_step(config, memory, SPEC, fake=False)
+    frozen = sum(weight.numel() for weight in real.held if weight.requires_grad)
+    assert sum(memory.frozen_params.values()) == frozen
+    held = sum(tensor.nbytes for tensor in (*real.held, *real.policy.buffers()))
+    with torch.no_grad():
+        truth = held + 3 * sum(weight.nbytes for weight in real.trained) + peak_allocated(real.rollout)
+    planned = memory.predict(SPEC)
+    assert sum(planned.rollout.values()) == pytest.approx(truth, rel=0.15)
+    traced = trace_controller(config, memory, SPEC)
+    assert traced["rollout"] > 0.98 * truth
     assert sum(planned.update.values()) == pytest.approx(traced["update"], rel=0.10)
 
 

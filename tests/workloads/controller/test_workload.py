@@ -201,9 +201,9 @@ def test_answers_and_hidden_states_are_computed_once():
     workload, passes = built(values=(0.9,)), []
     seen = EXECUTOR.adapter.encode
 
-    def counting(prompts):
+    def counting(prompts, texts=None):
         passes.append(len(prompts))
-        return seen(prompts)
+        return seen(prompts, texts)
 
     EXECUTOR.adapter.encode = counting
     try:

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from tiny.pipelines import save_pipeline
 from tiny.sd3 import save_tiny_sd3
 from tiny.wan import save_noise_clip, save_tiny_wan
 
@@ -37,3 +38,16 @@ def sd3(tmp_path_factory):
     save_tiny_sd3(folder / "pipeline")
     (folder / "prompts.jsonl").write_text('{"prompt": "a cat"}\n{"prompt": "a dog by the sea"}\n')
     return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Folders of tiny.pipelines by name, made when they are asked for."""
+    made = {}
+
+    def folder_of(name):
+        if name not in made:
+            made[name] = save_pipeline(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return folder_of

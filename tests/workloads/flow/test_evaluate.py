@@ -34,3 +34,16 @@ def test_metrics_by_hand():
 def test_without_weights_terms_stand_alone_and_without_held_out_conditions_there_is_nothing():
     assert set(evaluate_held_out(workload_of(weights={}))) == {"held-out warmth", "held-out steadiness"}
     assert evaluate_held_out(workload_of(held_out=[])) == {}
+
+
+def test_evaluation_may_take_more_steps_than_training():
+    plain, more = (generate_held_out(workload_of(SmallConfig(eval_steps=n)), torch.arange(2)) for n in (None, 9))
+    nine = replace(SmallConfig().sampling, num_inference_steps=9)
+    assert torch.equal(more, generate_held_out(workload_of(SmallConfig(nine)), torch.arange(2)))
+    assert not torch.allclose(more, plain)
+
+
+def test_the_noise_of_evaluation_does_not_depend_on_how_rollouts_share_theirs():
+    alone = replace(SmallConfig().sampling, shared_noise=False)
+    clips, same = (generate_held_out(workload_of(config), torch.arange(2)) for config in (None, SmallConfig(alone)))
+    assert torch.equal(clips, same)

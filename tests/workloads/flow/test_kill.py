@@ -19,7 +19,7 @@ def result_of(folder):
         for entry in read_jsonl(folder / "metrics.jsonl")
     ]
     newest = folder / "checkpoints" / "step-000010"
-    files = ("policy.safetensors", "ema.safetensors", "optimizer.pt")
+    files = ("policy.safetensors", "ema.safetensors", "optimizer.safetensors")
     return steps, read_jsonl(folder / "samples.jsonl"), [(newest / name).read_bytes() for name in files]
 
 

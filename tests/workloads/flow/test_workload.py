@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allocator import peak_allocated
 from processes import TESTS
 from torch.testing import assert_close
 
@@ -13,7 +14,6 @@ from groupwise.core.advantage import compute_advantages
 from groupwise.core.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
-from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, window_at
 from workloads.flow.small import CPU, SmallConfig, recipe, residual_chi2
 
@@ -36,7 +36,7 @@ def rolled(workload, *arguments, **more):
 
 
 @pytest.mark.parametrize("latent_dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("stepper", ["flow_sde", "dance_sde", "cps"])
+@pytest.mark.parametrize("stepper", ["flow_sde", "dance_sde", "cps", "cps_distance"])
 def test_before_an_update_the_ratio_is_exactly_one(latent_dtype, stepper):
     workload = built(latent_dtype=latent_dtype, stepper=stepper, eta=0.5, guidance_scale=2.0)
     rollouts = rolled(workload, 2, 3, step=1)
@@ -52,7 +52,7 @@ def test_samples_have_standard_noise_and_only_the_window_is_stored():
     latents = rollouts.data["window_latents"]
     assert rollouts.data["steps"].unique().tolist() == [2, 3]
     assert latents.shape == (16, 3, 3, 5, 8, 8)  # 3 of the 7 latents
-    denoiser = Denoiser(workload.config.sampling, workload.latent_shape, range(0), CPU)
+    denoiser = workload.denoiser(6)
     velocity = workload.velocity(workload.conditioning, rollouts.data["condition"])
     for index, steps in enumerate(rollouts.data["steps"].unbind(1)):
         transition = denoiser.transition(latents[:, index], velocity, steps)
@@ -104,6 +104,23 @@ def test_what_members_share_has_the_gradient_of_each_alone():
     assert len(together) == len(alone) > 10
     for ours, theirs in zip(together, alone, strict=True):
         assert_close(ours, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_the_update_holds_the_graph_of_one_step():
+    """Nine steps take hardly more memory than two, where one graph of all takes several times as much."""
+    peaks = {}
+    for steps in (3, 10):
+        workload = built(num_inference_steps=steps, window=WindowConfig("all"))
+        rollouts = rolled(workload, 2, 4)
+
+        def by_step(workload=workload, rollouts=rollouts):
+            for score in workload.score_parts(rollouts):
+                score().logp.sum().backward()
+
+        peaks[steps] = peak_allocated(by_step)
+        peaks[f"{steps} at once"] = peak_allocated(lambda w=workload, r=rollouts: w.score(r).logp.sum().backward())
+    assert peaks[10] < 1.2 * peaks[3]
+    assert peaks["10 at once"] > 4 * peaks[10]
 
 
 def test_members_of_a_group_are_scored_together_wherever_they_were_sampled():
@@ -211,7 +228,7 @@ def test_a_resumed_run_is_bit_identical(tmp_path):
     for name, steps in (("straight", (4,)), ("stopped", (2, 4))):
         for last in steps:
             run_of(tmp_path / name, replace(recipe(), steps=last), resume=True, preflight=False)
-    for file in ("policy.safetensors", "ema.safetensors", "optimizer.pt"):
+    for file in ("policy.safetensors", "ema.safetensors", "optimizer.safetensors"):
         straight, stopped = (
             (tmp_path / name / "checkpoints" / "step-000004" / file).read_bytes() for name in ("straight", "stopped")
         )

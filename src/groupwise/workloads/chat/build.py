@@ -4,7 +4,6 @@ that transformers loads, with its adapter merged.
 
 from __future__ import annotations
 
-import json
 import warnings
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import read_json
 from groupwise.data.rows import RowFilter, read_rows
 from groupwise.workloads.chat.config import ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
@@ -44,7 +44,7 @@ def base_policy(config: ChatConfig, device: torch.device) -> LanguageModelPolicy
 
 def load_tokenizer(config: ChatConfig) -> Any:
     try:
-        return transformers.AutoTokenizer.from_pretrained(config.policy.folder_or_name)
+        return transformers.AutoTokenizer.from_pretrained(config.policy.folder_or_name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
             f"policy.model is {config.policy.model!r}, whose tokenizer cannot be loaded:"
@@ -101,11 +101,14 @@ def export(run: Path | str, folder: Path | str) -> Path:
 
 
 def _policy_config(run: Path) -> PolicyConfig:
-    saved = json.loads((run / "config.json").read_text())["workload"].get("policy")
-    if saved is None:
+    workload = read_json(run / "config.json").get("workload")
+    saved = workload.get("policy") if isinstance(workload, dict) else None
+    if not isinstance(saved, dict):
         raise UserError(f"The run in {run} is of another workload than chat, so it has no language model to export.")
     known = {field.name for field in fields(PolicyConfig)}
     values: dict[str, Any] = {name: value for name, value in saved.items() if name in known}
+    if not isinstance(values.get("lora_targets"), list):
+        raise UserError(f"{run / 'config.json'} does not say the policy's lora_targets. Restore it.")
     return PolicyConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
 
 

@@ -245,7 +245,7 @@ class ChatConfig(WorkloadConfig):
 
         from groupwise.workloads.chat.trace import trace_chat
 
-        model_config = transformers.AutoConfig.from_pretrained(self._folder)
+        model_config = transformers.AutoConfig.from_pretrained(self._folder, trust_remote_code=False)
         return trace_chat(model_config, self.policy, self.memory_model(), spec)
 
     @property

@@ -21,6 +21,14 @@ from groupwise.workloads.controller.config import (
     STAGE_ONE_DIM,
     STAGE_TWO_DIM,
 )
+from groupwise.workloads.controller.model.molmoe.sizes import (
+    CROP_SIDE,
+    PATCH_SIDE,
+    MolmoeSizes,
+    image_token_count,
+    is_molmo,
+    read_sizes,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +44,14 @@ class VisionTower:
     """Numbers of one patch: channels x side x side."""
     text_width: int
 
+    def image_tokens(self, crops: int) -> int:
+        return crops * self.patches
+
+    @property
+    def activations(self) -> int:
+        """Numbers per crop at the peak of a block."""
+        return self.patches * (5 * self.width + 2 * self.ffn_dim)
+
     @property
     def parameters(self) -> int:
         """All of them, exactly."""
@@ -47,11 +63,33 @@ class VisionTower:
 
 
 @dataclass(frozen=True)
+class MolmoeVision:
+    """MolmoE's vision tower and connector: overlapping tiles, whose number is an upper limit."""
+
+    sizes: MolmoeSizes
+
+    def image_tokens(self, crops: int) -> int:
+        """Of the longest tiling, which has all tiles below each other."""
+        return image_token_count(crops - 1, 1)
+
+    @property
+    def activations(self) -> int:
+        """Numbers per crop at the peak of a block, while the features of earlier blocks are kept; and its pixels."""
+        vision, tokens = self.sizes.vision, 1 + (CROP_SIDE // PATCH_SIDE) ** 2
+        return tokens * (5 * vision.width + 2 * vision.ffn_dim + vision.feature_width) + 3 * CROP_SIDE**2
+
+    @property
+    def parameters(self) -> int:
+        parts = self.sizes.parameters_by_part()
+        return parts["vision tower"] + parts["connector"]
+
+
+@dataclass(frozen=True)
 class ControllerMemory:
     """A frozen model that answers while a small policy learns to choose its knobs."""
 
     text: Architecture
-    vision: VisionTower
+    vision: VisionTower | MolmoeVision
     crops: Mapping[str, int]
     """Crops of every tier, the overview included."""
     positions: int
@@ -65,7 +103,14 @@ class ControllerMemory:
     new_tokens: int = 1
 
     def prompt_tokens(self, crops: int) -> int:
-        return crops * self.vision.patches + self.question_tokens
+        return self.vision.image_tokens(crops) + self.question_tokens
+
+    @property
+    def frozen_params(self) -> dict[str, int]:
+        """Parameters of the frozen model; by part where it is one whose parts have names."""
+        if isinstance(self.vision, MolmoeVision):
+            return self.vision.sizes.parameters_by_part()
+        return {"frozen model": self.text.parameters + self.vision.parameters}
 
     @property
     def policy_params(self) -> int:
@@ -84,8 +129,8 @@ class ControllerMemory:
 
     def predict(self, spec: StepSpec) -> StageBytes:
         policy = WeightBytes(0, self.policy_params)
-        frozen = (self.text.parameters + self.vision.parameters) * self.dtype_bytes
-        persistent = {"frozen model": frozen} | policy.by_part(spec)
+        frozen = {part: count * self.dtype_bytes for part, count in self.frozen_params.items()}
+        persistent = frozen | policy.by_part(spec)
         temporaries, one_pass = policy.optimizer_temporaries(spec), spec.shape.passes == 1
         return StageBytes(
             peak_of_rollout(persistent, self._rollout_peaks(spec)),
@@ -122,7 +167,7 @@ class ControllerMemory:
         }
         block = int(rows * longest * (self._ffn_peak(rows / questions) + state_and_kv)) * number
         encoded_crops = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
-        vision = encoded_crops * self.vision.patches * (5 * self.vision.width + 2 * self.vision.ffn_dim) * number
+        vision = encoded_crops * self.vision.activations * number
         # decoding copies the cache, with room for new tokens
         decoding = text.kv_bytes(rows * (longest + later_tokens), number) if later_tokens else 0
         return [{**always, "activations": max(block, vision)}, {**always, "decoding": decoding}]
@@ -153,17 +198,42 @@ class ControllerMemory:
         return reductions
 
 
+def read_controlled_model(folder: Path) -> tuple[Architecture, VisionTower | MolmoeVision]:
+    """Text model and vision tower of a LLaVA model or of MolmoE, from its config.json."""
+    file = folder / "config.json"
+    content = read_model_config(file)
+    return _molmoe(content, str(file)) if is_molmo(content) else read_llava(folder)
+
+
 def read_llava(folder: Path) -> tuple[Architecture, VisionTower]:
     """Text model and vision tower of a LLaVA model, from its config.json."""
     file = folder / "config.json"
     content = read_model_config(file)
     if content.get("model_type") != "llava":
         raise UserError(
-            f"{file} has model_type '{content.get('model_type')}': the plan knows llava. `groupwise plan RECIPE"
-            " --probe` measures a real step instead."
+            f"{file} has model_type '{content.get('model_type')}': the plan knows llava and MolmoE. `groupwise plan"
+            " RECIPE --probe` measures a real step instead."
         )
     text = architecture(content["text_config"], f"text_config of {file}")
     return text, vision_tower(content["vision_config"], text.width)
+
+
+def _molmoe(content: Mapping[str, Any], source: str) -> tuple[Architecture, MolmoeVision]:
+    sizes = read_sizes(content, source)
+    text = Architecture(
+        model_type="olmoe",
+        width=sizes.width,
+        layers=sizes.blocks,
+        heads=sizes.heads,
+        kv_heads=sizes.heads,
+        head_dim=sizes.width // sizes.heads,
+        ffn_dim=sizes.expert_width,
+        vocabulary=sizes.head_rows,
+        experts=sizes.experts,
+        top_k=sizes.top_k,
+        max_positions=sizes.max_tokens,
+    )
+    return text, MolmoeVision(sizes)
 
 
 def vision_tower(content: Mapping[str, Any], text_width: int) -> VisionTower:

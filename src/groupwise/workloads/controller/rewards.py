@@ -13,7 +13,7 @@ is that of the formula's source, -0.05 (crops / 12 + top_k / 32 + blocks / 16) /
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +21,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.rewards.call import RewardFunction
+from groupwise.core.types import RewardTerms
+from groupwise.rewards.call import RewardFunction, call_rewards
 from groupwise.rewards.config import SETTING, RewardFunctionsConfig
 from groupwise.rewards.load import load_reward_functions
 from groupwise.workloads.controller.latency.estimates import KnobTable
 from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.task import Question
 
 _ARTICLES = {"a", "an", "the"}
 _NUMBERS = ["none", "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
@@ -89,6 +91,30 @@ def reward_functions(config: RewardFunctionsConfig) -> dict[str, RewardFunction]
             " Give one function without a name, or name it accuracy=FUNCTION."
         )
     return functions
+
+
+def grade_questions(config: RewardFunctionsConfig) -> Callable[[Sequence[Question], Sequence[str]], Tensor]:
+    """A function of questions and answers: the accuracy of each, nan where it is missing."""
+    functions = reward_functions(config)
+
+    def grade(questions: Sequence[Question], answers: Sequence[str]) -> Tensor:
+        check_annotators(config, [question.answers for question in questions])
+        return grade_answers(functions, questions, answers).per_rollout[ACCURACY]
+
+    return grade
+
+
+def grade_answers(
+    functions: Mapping[str, RewardFunction], questions: Sequence[Question], answers: Sequence[str]
+) -> RewardTerms:
+    """Accuracy and any further reward of each answer; missing where a function failed."""
+    return call_rewards(
+        functions,
+        [question.text for question in questions],
+        list(answers),
+        answers=[list(question.answers) for question in questions],
+        images=[question.image for question in questions],
+    )
 
 
 def cost_table(options: KnobOptions) -> KnobTable:

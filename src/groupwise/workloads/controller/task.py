@@ -51,6 +51,10 @@ class ModelSource:
     dtype: str = "float32"
     prompt: str = "{question}"
     """What goes to the model for a question."""
+    published_crop_rule: bool = False
+    """As `load_model` takes it."""
+    exif_orientation: bool = True
+    """Images are rotated as their EXIF data says."""
 
 
 class PartialAnswers(Protocol):

@@ -16,10 +16,13 @@ from groupwise.memory.trace import LiveByteCounter, TracedStep, fake_tensors, re
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
-from groupwise.workloads.controller.memory import ControllerMemory
+from groupwise.workloads.controller.memory import ControllerMemory, MolmoeVision
 from groupwise.workloads.controller.model.adapters import Sample, adapter_for, default_options
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor
+from groupwise.workloads.controller.model.images import CropShape, LazyCrops
 from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.model.molmoe.modeling import MolmoeConfig, MolmoeForConditionalGeneration
+from groupwise.workloads.controller.model.molmoe.tiling import longest_tiling
 from groupwise.workloads.controller.policy.decide import Controller, choices_to_knobs, replay_option
 from groupwise.workloads.controller.policy.hidden_states import HiddenStateCache
 from groupwise.workloads.controller.policy.network import ControllerNetwork
@@ -82,17 +85,26 @@ def _executor(
         fake_tensors() if fake else nullcontext() as mode,
         LiveByteCounter(),
     ):  # supports value-dependent initialization
-        model = transformers.LlavaForConditionalGeneration._from_config(model_config, dtype=dtype).eval()
+        model = _model_class(model_config)._from_config(model_config, dtype=dtype).eval()
     adapter, crops = adapter_for(model), {tier: count - 1 for tier, count in memory.crops.items()}
     return Executor(adapter, options or replace(default_options(adapter), crops_by_tier=crops)), mode
 
 
+def _model_class(model_config: Any) -> Any:
+    is_molmoe = isinstance(model_config, MolmoeConfig)
+    return MolmoeForConditionalGeneration if is_molmoe else transformers.LlavaForConditionalGeneration
+
+
 def _question(index: int, memory: ControllerMemory, model_config: Any, *, fake: bool) -> Question:
-    vision = model_config.vision_config
-    size = (vision.num_channels, vision.image_size, vision.image_size)
+    vision, shapes = model_config.vision_config, dict[str, CropShape]()
+    for tier, count in memory.crops.items():
+        if isinstance(memory.vision, MolmoeVision):
+            shapes[tier] = longest_tiling(count - 1).shape
+        else:
+            shapes[tier] = (count, vision.num_channels, vision.image_size, vision.image_size)
     with fake_tensors() if fake else nullcontext():
-        crops = {tier: torch.zeros(count, *size) for tier, count in memory.crops.items()}
-    sample = Sample(str(index), crops, (0,) * memory.question_tokens)
+        crops = {tier: torch.zeros(shape[:4]) for tier, shape in shapes.items()}
+    sample = Sample(str(index), LazyCrops(shapes, crops.__getitem__), (0,) * memory.question_tokens)
     lengths = {tier: memory.prompt_tokens(count) for tier, count in memory.crops.items()}
     return Question(sample, f"question {index}", ("",), lengths)
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
-from groupwise.rewards.call import call_rewards
 from groupwise.workloads.base import Workload
 from groupwise.workloads.controller.conditions import check_some_fit, make_conditions, value_of_choices
 from groupwise.workloads.controller.config import ControllerConfig
@@ -29,6 +28,7 @@ from groupwise.workloads.controller.rewards import (
     ACCURACY,
     check_annotators,
     cost_table,
+    grade_answers,
     penalty_terms,
     reward_functions,
 )
@@ -157,13 +157,7 @@ class ControllerWorkload(Workload):
 
     def grade(self, questions: Sequence[Question], answers: Sequence[str]) -> RewardTerms:
         """Accuracy and any further reward of each answer; missing where a function failed."""
-        return call_rewards(
-            self._functions,
-            [question.text for question in questions],
-            list(answers),
-            answers=[list(question.answers) for question in questions],
-            images=[question.image for question in questions],
-        )
+        return grade_answers(self._functions, questions, answers)
 
     def latency_terms(
         self, budget_ratio: Float[Tensor, "*rows"], compute_cost: Float[Tensor, "*rows"]

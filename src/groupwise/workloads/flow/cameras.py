@@ -1,4 +1,4 @@
-"""Camera paths [frames, 12]: the 3x4 pose (camera to world) of every frame, relative to the first frame's."""
+"""Camera paths [frames, 12]: the 3x4 pose (camera to world) of each frame, relative to a reference camera."""
 
 from __future__ import annotations
 
@@ -36,19 +36,12 @@ def check_camera_path(camera: Tensor, frames: int, source: str) -> None:
     invalid = (deviation > 1e-2) | (torch.linalg.det(rotation) < 0)
     if invalid.any():
         frame = int(invalid.nonzero()[0])
+        how = f"R R^T differs from 1 by {deviation[frame]:.2g}" if deviation[frame] > 1e-2 else "it is mirrored"
         raise UserError(
             f"The camera path of {source} is not a rigid motion in frame {frame}: the first three columns of each 3x4"
-            f" pose must be a rotation (R R^T differs from 1 by {deviation[frame]:.2g}). Check the order of the 12"
-            " numbers."
+            f" pose must be a rotation ({how}). Check the order of the 12 numbers; poses of a left-handed world must be"
+            " relative to a camera of it."
         )
-
-
-def relative_to_first(camera: CameraPath) -> CameraPath:
-    """The same path relative to its first pose: inverse(first) x pose."""
-    rotation, translation = split_pose(camera)
-    inverse = rotation[..., :1, :, :].mT
-    moved = (inverse @ (translation - translation[..., :1, :])[..., None])[..., 0]
-    return join_pose(inverse @ rotation, moved)
 
 
 def split_pose(camera: CameraPath) -> tuple[Float[Tensor, "*batch frames 3 3"], Float[Tensor, "*batch frames 3"]]:

@@ -32,6 +32,8 @@ class FlowConfig(WorkloadConfig):
     runs out there."""
     eval_rows: int = 8
     """Held-out clips that are generated together. A memory setting."""
+    eval_steps: int | None = None
+    """Denoising steps of held-out clips; None for as many as in training. More of them show what users will see."""
     eval_seed: int = 0
     """Seed of the noise that held-out clips are generated from: the same before and after training."""
 
@@ -39,6 +41,8 @@ class FlowConfig(WorkloadConfig):
         require_types(self, "workload.")
         for name in ("cached_conditions", "encode_rows", "eval_rows"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+        if self.eval_steps is not None:
+            require(self.eval_steps >= 2, "workload.eval_steps", self.eval_steps, "at least 2")
 
     def task(self, device: torch.device) -> FlowTask:
         """The model, its conditions and its rewards; the same on every rank."""
@@ -54,8 +58,9 @@ class FlowConfig(WorkloadConfig):
 class TrainedPartsConfig:
     """Which weights of a transformer are trained; all others are frozen."""
 
-    part: Literal["lora", "camera", "all"] = "lora"
-    """A LoRA adapter on `lora_targets`; the camera layers only; or all weights."""
+    part: Literal["lora", "camera", "recam", "all"] = "lora"
+    """A LoRA adapter on `lora_targets`; the camera layers only; these and self-attention, as ReCamMaster trained; or
+    all weights."""
     lora_rank: int = 32
     """Rank of the adapter."""
     lora_alpha: int = 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,6 @@ from torch import Tensor
 from groupwise.core.placement import RolloutRows
 from groupwise.workloads.flow.models.base import FlowModel, GuidedVelocity
 from groupwise.workloads.flow.rewards import clip_rewards, weighted_sum
-from groupwise.workloads.flow.sampling.denoiser import Denoiser
 from groupwise.workloads.flow.sampling.encodings import ConditioningCache
 
 if TYPE_CHECKING:
@@ -41,8 +41,10 @@ def generate_clips(
     workload: FlowWorkload, conditioning: ConditioningCache, indices: Tensor, *, model: FlowModel | None = None
 ) -> Tensor:
     """Clips of these conditions, `eval_rows` at a time, by the workload's model or another with the same latents."""
-    config, steps = workload.config, workload.config.sampling.num_inference_steps
-    denoiser = Denoiser(config.sampling, workload.latent_shape, range(steps, steps), workload.device)
+    config = workload.config
+    steps = config.eval_steps or config.sampling.num_inference_steps
+    sampling = replace(config.sampling, shared_noise=True)  # or the noise would depend on it
+    denoiser = replace(workload.denoiser(steps), config=sampling, window=range(steps, steps))
     rows_per_pass = workload.row_limits["eval_rows"]
     rows = RolloutRows(config.eval_seed, 0, rows_per_pass, indices, torch.zeros_like(indices), indices)
     clips = []

@@ -1,4 +1,4 @@
-"""Memory of training a video flow model, by arithmetic: Wan's transformer with camera layers. No torch."""
+"""Memory of training a flow model, by arithmetic; and the sizes of Wan's transformer. No torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,75 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from groupwise.core.errors import UserError, require
 from groupwise.memory.plan import Reduction
 from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
 
 _REQUIRED = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "in_channels", "text_dim")
+
+
+class Architecture(Protocol):
+    """A transformer's sizes: its parameters exactly, and the bytes of one token in it, as traced.
+
+    `part` is what is trained, as in TrainedPartsConfig; `number` are the bytes of a number in the frozen layers.
+    """
+
+    @property
+    def parameters(self) -> int: ...
+
+    def trained_params(self, part: str, rank: int) -> int: ...
+
+    def tokens(self, latent: tuple[int, ...], text_tokens: int) -> int:
+        """Of one row in one pass through the model."""
+        ...
+
+    def saved_bytes(self, part: str, number: int, rank: int) -> int:
+        """For the backward pass, over all blocks."""
+        ...
+
+    def backward_bytes(self, part: str, number: int) -> int:
+        """At the peak of the backward pass, besides what is saved."""
+        ...
+
+    def input_bytes(self, number: int) -> int:
+        """Of the inputs of all blocks: what is saved with gradient checkpointing."""
+        ...
+
+    def recomputed_bytes(self, part: str, number: int, rank: int) -> int:
+        """At the peak of the backward pass of a block that is recomputed."""
+        ...
+
+    def forward_bytes(self, part: str, number: int) -> int:
+        """At the peak of a pass without gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class BlockBytes:
+    """Bytes of a token in a block, as traced: per number of the width, and per number of the feed-forward width."""
+
+    saved: tuple[float, float]
+    """For the backward pass."""
+    backward: tuple[float, float]
+    """At the peak of the backward pass, besides what is saved."""
+    recomputed: tuple[float, float]
+    """The same with what is saved, of a block that is recomputed."""
+    attention: float
+    """At the peak of the attention without gradients; in the feed-forward part it is `feed_forward`."""
+    feed_forward: float
+
+
+_TRACED = {
+    ("lora", 2): BlockBytes((64.4, 2.0), (18.9, 0.87), (83.6, 3.5), 30.7, 10.7),
+    ("lora", 4): BlockBytes((54.3, 5.0), (15.7, 5.75), (68.6, 11.0), 43.2, 19.2),
+    ("camera", 2): BlockBytes((40.3, 2.0), (18.9, 0.87), (59.5, 3.5), 26.7, 10.7),
+    ("camera", 4): BlockBytes((46.3, 5.0), (15.7, 5.75), (60.5, 11.0), 37.2, 19.2),
+    ("recam", 4): BlockBytes((58.3, 5.0), (15.7, 5.75), (72.5, 11.0), 37.2, 19.2),
+    ("all", 4): BlockBytes((93.2, 8.0), (16.0, 4.0), (109.2, 12.0), 57.0, 17.2),
+}
+"""By what is trained, and by the bytes of a number in the frozen layers. Adapters get their inputs in float32."""
 
 
 @dataclass(frozen=True)
@@ -29,50 +91,125 @@ class WanArchitecture:
     patch: tuple[int, ...] = (1, 2, 2)
     cross_norm: bool = True
     pose_dim: int = 12
+    """Numbers of a camera pose; 0 without camera layers."""
+    out_channels: int | None = None
+    """None for as many as go in."""
+    image_width: int = 0
+    """Of the image embedding that Wan 2.1 makes clips from; 0 without one."""
+    source_frames: int | None = None
+    """Latent frames of the source clip that comes with camera layers; None for as many as are generated."""
 
     @property
     def parameters(self) -> int:
         """All of them, exactly."""
-        width, patch = self.width, self.channels * self.patch[0] * self.patch[1] * self.patch[2]
+        width, patch = self.width, self.patch[0] * self.patch[1] * self.patch[2]
+        patch_in, patch_out = self.channels * patch, (self.out_channels or self.channels) * patch
         attention = 4 * (width * width + width) + 2 * width  # with norms of queries and keys
         norm = 2 * width if self.cross_norm else 0
         feed_forward = 2 * width * self.ffn_dim + self.ffn_dim + width
         block = 2 * attention + norm + feed_forward + 6 * width + self._camera_params_per_layer
         time = self.time_width * width + width + width * width + width + width * 6 * width + 6 * width
         text = self.text_width * width + width + width * width + width
-        patch_in_and_out = patch * width + width + width * patch + patch + 2 * width
-        return self.layers * block + time + text + patch_in_and_out
+        patch_in_and_out = patch_in * width + width + width * patch_out + patch_out + 2 * width
+        return (
+            self.layers * (block + self._image_params_per_layer) + time + text + patch_in_and_out + self._image_params
+        )
+
+    @property
+    def _image_params(self) -> int:
+        """Two norms and two linear layers that embed the image."""
+        image, width = self.image_width, self.width
+        return image * image + image + image * width + width + 2 * image + 2 * width if image else 0
+
+    @property
+    def _image_params_per_layer(self) -> int:
+        """Keys, with their norm, and values of the image in cross-attention."""
+        return 2 * (self.width * self.width + self.width) + self.width if self.image_width else 0
 
     def lora_params(self, rank: int) -> int:
         """LoRA on queries, keys, values and outputs of both attentions, and on the two camera layers."""
-        return self.layers * rank * (9 * 2 * self.width + self.pose_dim + self.width)
+        camera = 3 * self.width + self.pose_dim if self.pose_dim else 0
+        return self.layers * rank * (8 * 2 * self.width + camera)
 
     @property
     def camera_params(self) -> int:
         return self.layers * self._camera_params_per_layer
 
     @property
+    def recam_params(self) -> int:
+        """Camera layers and self-attention."""
+        width = self.width
+        return self.camera_params + self.layers * (4 * (width * width + width) + 2 * width)
+
+    @property
     def _camera_params_per_layer(self) -> int:
+        if not self.pose_dim:
+            return 0
         return self.pose_dim * self.width + self.width + self.width * self.width + self.width
+
+    def trained_params(self, part: str, rank: int) -> int:
+        if part == "lora":
+            return self.lora_params(rank)
+        return {"camera": self.camera_params, "recam": self.recam_params}.get(part, self.parameters)
+
+    def tokens(self, latent: tuple[int, ...], text_tokens: int) -> int:
+        """Of the clip, and with camera layers of its source, too. Text is only attended to."""
+        _, frames, height, width = latent
+        source_frames = (frames if self.source_frames is None else self.source_frames) if self.pose_dim else 0
+        return (frames + source_frames) * (height // self.patch[1]) * (width // self.patch[2])
+
+    def saved_bytes(self, part: str, number: int, rank: int) -> int:
+        return self.layers * (self._bytes(_traced(part, number).saved) + _adapter_bytes(part, rank))
+
+    def backward_bytes(self, part: str, number: int) -> int:
+        return self._bytes(_traced(part, number).backward)
+
+    def input_bytes(self, number: int) -> int:
+        return self.layers * self.width * number
+
+    def recomputed_bytes(self, part: str, number: int, rank: int) -> int:
+        return self._bytes(_traced(part, number).recomputed) + _adapter_bytes(part, rank)
+
+    def forward_bytes(self, part: str, number: int) -> int:
+        """In the attention, or in the feed-forward part."""
+        traced = _traced(part, number)
+        attention, feed_forward = (traced.attention, 0.0), (traced.feed_forward, 2.0 * number)
+        return max(self._bytes(attention), self._bytes(feed_forward))
+
+    def _bytes(self, coefficients: tuple[float, float]) -> int:
+        return int(coefficients[0] * self.width + coefficients[1] * self.ffn_dim)
+
+
+def _traced(part: str, number: int) -> BlockBytes:
+    return _TRACED.get((part, number)) or _TRACED[part, 4]
+
+
+def _adapter_bytes(part: str, rank: int) -> int:
+    """Of a token in a block: what the first matrices of eight adapters give, in float32."""
+    return 8 * rank * 4 if part == "lora" else 0
 
 
 @dataclass(frozen=True)
 class FlowMemory:
-    """A video model, and the clips it works with."""
+    """A flow model, and the clips or images it works with."""
 
-    model: WanArchitecture
+    model: Architecture
     latent: tuple[int, ...]
-    """Channels, frames, height, width."""
+    """Channels, frames (of clips), height, width."""
     trained_steps: int
-    """Denoising steps in the window: their graphs are held together in a pass."""
+    """Denoising steps in the window: one graph at a time, all their latents."""
+    part: str = "all"
+    """What is trained, as in TrainedPartsConfig."""
     pixels: int = 0
     """Numbers of a decoded clip."""
-    source_frames: int | None = None
-    """Latent frames of the source clip; None for as many as are generated."""
-    text_tokens: int = 226
+    text_tokens: int = 512
     guided: bool = False
-    lora_rank: int | None = None
-    camera_only: bool = False
+    guided_together: bool = True
+    """Prompt and negative prompt go through the model as one batch, not one after the other."""
+    transformers: int = 1
+    """Of which one is used at a time."""
+    lora_rank: int = 32
+    """Where the part is lora."""
     dtype_bytes: int = 4
     """Of frozen weights and of what the passes compute."""
     storage_bytes: int = 4
@@ -89,81 +226,68 @@ class FlowMemory:
     def predict(self, spec: StepSpec) -> StageBytes:
         weights = self._weights()
         persistent = weights.by_part(spec)
-        if self.lora_rank is None:  # the initial values of what is trained
+        if self.part != "lora":  # the initial values of what is trained
             persistent["reference"] = weights.trained_params * weights.trained_dtype_bytes
-        temporaries, one_pass = weights.optimizer_temporaries(spec), spec.shape.passes == 1
+        temporaries = weights.optimizer_temporaries(spec)
+        one_backward = spec.shape.passes == 1 and self.trained_steps == 1
         return StageBytes(
             peak_of_rollout(persistent, self._rollout_peaks(spec)),
-            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_pass),
+            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_backward),
         )
 
     @property
     def tokens(self) -> int:
-        """Of one row in one step: target and source on the frame axis, with and without the prompt if guided."""
-        _, frames, height, width = self.latent
-        _, patch_height, patch_width = self.model.patch
-        all_frames = frames + (frames if self.source_frames is None else self.source_frames)
-        return all_frames * (height // patch_height) * (width // patch_width) * (2 if self.guided else 1)
+        """Of one row in one pass through the model."""
+        together = 2 if self.guided and self.guided_together else 1
+        return together * self.model.tokens(self.latent, self.text_tokens)
+
+    @property
+    def graphs(self) -> int:
+        """Passes through the model whose graphs are held together in a step."""
+        return 2 if self.guided and not self.guided_together else 1
 
     def trajectory_bytes(self, spec: StepSpec) -> int:
         """The window's latents and the final one of every row of a rank."""
-        channels, frames, height, width = self.latent
         bytes_per_number = (self.trained_steps + 1) * self.storage_bytes + 4
-        return spec.shape.rollouts_per_rank * channels * frames * height * width * bytes_per_number
+        return spec.shape.rollouts_per_rank * math.prod(self.latent) * bytes_per_number
 
     def first_step_rows(self, spec: StepSpec) -> int:
         """Rows of a pass that the window's first step is computed for."""
         rows = spec.shape.largest_pass
         return spec.conditions_in(rows) if self.shared_noise else rows
 
-    def saved_per_block(self) -> int:
-        """Bytes per token that a block saves for backward, as traced: eight widths around the norms, in float32."""
-        width, ffn_dim, number = self.model.width, self.model.ffn_dim, self.dtype_bytes
-        if self._is_frozen:  # inputs of frozen layers need not be saved
-            trained = 10 * self.lora_rank if self.lora_rank is not None else width
-            return 8 * width * 4 + int(7.1 * width * number) + ffn_dim * number + trained * 4
-        return 8 * width * 4 + int(15.3 * width * number) + 2 * ffn_dim * number
-
-    @property
-    def _is_frozen(self) -> bool:
-        """Only layers beside the model's own are trained."""
-        return self.lora_rank is not None or self.camera_only
-
     def _weights(self) -> WeightBytes:
-        parameters, camera, number = self.model.parameters, self.model.camera_params, self.dtype_bytes
-        if self.lora_rank is not None:
-            return WeightBytes(parameters, self.model.lora_params(self.lora_rank), number, 4)
-        if self.camera_only:
-            return WeightBytes(parameters - camera, camera, number, number)
-        return WeightBytes(0, parameters, trained_dtype_bytes=number)
+        parameters, number = self.transformers * self.model.parameters, self.dtype_bytes
+        trained = self.transformers * self.model.trained_params(self.part, self.lora_rank)
+        if self.part == "lora":
+            return WeightBytes(parameters, trained, number, 4)
+        return WeightBytes(parameters - trained, trained, number, number if self.part == "all" else 4)
 
     def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
-        """In the attention or the feed-forward part of a block, with widths as traced; or while clips are decoded.
+        """In a block of the transformer, or while clips are decoded.
 
         All rows of a pass take the steps after the window, of which there is at least one, whatever they shared before.
         """
-        width, shape, number = self.model.width, spec.shape, self.dtype_bytes
-        block = int(max(14.25 * width, 4.3 * width + 2 * self.model.ffn_dim))
-        decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * number
+        shape, block = spec.shape, self.model.forward_bytes(self.part, self.dtype_bytes)
+        decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
         latents = {"latents": self.trajectory_bytes(spec)}
         in_and_out = 2 * 4 * math.prod(self.latent)
         return [
-            {**latents, "activations": shape.largest_pass * (self.tokens * block * number + in_and_out)},
+            {**latents, "activations": shape.largest_pass * (self.tokens * block + in_and_out)},
             {**latents, "decoded frames": decoded},
         ]
 
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:
-        first, later = self.first_step_rows(spec), spec.shape.largest_pass * (self.trained_steps - 1)
-        block, width = self.saved_per_block(), self.model.width * 4
-        saved = self.model.layers * (width if self.checkpointing else block)
-        recomputed = block if self.checkpointing else 0
-        ffn_gradients = (2 if self._is_frozen else 1) * self.model.ffn_dim * self.dtype_bytes
-        backward = recomputed + ffn_gradients + (2 if self._is_frozen else 4) * width
-        backward_rows = spec.shape.largest_pass if later else first
-        return {
-            "latents": self.trajectory_bytes(spec),
-            "activations": self.tokens * ((first + later) * saved + backward_rows * backward),
-        }
+        """The graph of one step of the window: of its rows, or of its groups where it is the first and only one."""
+        rows = spec.shape.largest_pass if self.trained_steps > 1 else self.first_step_rows(spec)
+        model, part, number = self.model, self.part, self.dtype_bytes
+        if self.checkpointing:
+            recomputed = model.recomputed_bytes(part, number, self.lora_rank)
+            token = self.graphs * model.input_bytes(number) + recomputed
+        else:
+            saved = model.saved_bytes(part, number, self.lora_rank)
+            token = self.graphs * saved + model.backward_bytes(part, number)
+        return {"latents": self.trajectory_bytes(spec), "activations": rows * self.tokens * token}
 
     def reductions(self) -> list[Reduction]:
         reductions: list[Reduction] = []
@@ -172,24 +296,22 @@ class FlowMemory:
             memory = replace(memory, checkpointing=True)
             effect = "a third more time in training"
             reductions.append(Reduction("gradient_checkpointing", "on", memory, effect=effect))
-        if memory.trained_steps > 1:
-            memory = replace(memory, trained_steps=1)
-            reductions.append(Reduction("window.size", 1, memory, effect="one trained step", changes_result=True))
-        if memory.lora_rank is None:
-            memory = replace(memory, lora_rank=32, camera_only=False)
+        if memory.part != "lora":
+            memory = replace(memory, part="lora", lora_rank=32)
             effect = "only an adapter is trained"
             reductions.append(Reduction("train.part", "lora", memory, effect=effect, changes_result=True))
-        channels, frames, height, width = memory.latent
-        if frames > 2:
+        if len(memory.latent) == 4 and memory.latent[1] > 2:
+            channels, frames, height, width = memory.latent
             half = (frames + 1) // 2
             memory = replace(memory, latent=(channels, half, height, width), pixels=memory.pixels * half // frames)
             reductions.append(Reduction("latent frames", half, memory, previous=frames, changes_result=True))
         return reductions
 
 
-def read_wan_architecture(folder: Path) -> WanArchitecture:
+def read_wan_architecture(folder: Path, *, camera_layers: bool = True) -> WanArchitecture:
     """From a transformer's config.json, or a folder that holds it (also as a pipeline's transformer/)."""
-    return wan_architecture(read_transformer_config(folder), str(folder))
+    architecture = wan_architecture(read_transformer_config(folder), str(folder))
+    return architecture if camera_layers else replace(architecture, pose_dim=0)
 
 
 def read_transformer_config(folder: Path) -> dict[str, Any]:
@@ -221,4 +343,6 @@ def wan_architecture(content: Mapping[str, Any], source: str = "The config") -> 
         time_width=content.get("freq_dim", 256),
         patch=tuple(content.get("patch_size", (1, 2, 2))),
         cross_norm=bool(content.get("cross_attn_norm", True)),
+        out_channels=content.get("out_channels"),
+        image_width=content.get("image_dim") or 0,
     )

@@ -33,7 +33,8 @@ class Condition:
     source_clip: Float[Tensor, "channels frames height width"] | None = None
     """The clip to show along another camera path, in -1..1; None for models without one."""
     camera: Float[Tensor, "frames 12"] | None = None
-    """Poses (camera to world, 3x4) of the generated latent frames, relative to the first."""
+    """Poses (camera to world, 3x4) of the generated latent frames, relative to a reference camera: that of the source
+    clip's first frame, or the path's own first pose."""
     name: str = ""
     reward_columns: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of the reward functions, by name."""

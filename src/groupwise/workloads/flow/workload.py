@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
-from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
+from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts, concatenate_scores
 from groupwise.workloads.base import Workload
 from groupwise.workloads.flow.config import FlowConfig
 from groupwise.workloads.flow.evaluate import evaluate_held_out
@@ -18,6 +19,7 @@ from groupwise.workloads.flow.report import FlowReporter
 from groupwise.workloads.flow.rewards import clip_rewards, step_rewards
 from groupwise.workloads.flow.sampling.denoiser import Denoiser, first_row_of_each
 from groupwise.workloads.flow.sampling.encodings import ConditioningCache
+from groupwise.workloads.flow.sampling.schedule import noise_levels
 from groupwise.workloads.flow.sampling.steppers import transition_kl, transition_logprob
 from groupwise.workloads.flow.task import Condition, FlowTask, check_condition, check_latent_shape, group_ids
 
@@ -32,6 +34,7 @@ class FlowWorkload(Workload):
         self.latent_shape = self.model.condition_spec.latent_shape
         self._check_conditions()
         self.policy = self.model.policy
+        self._denoiser = self.denoiser(config.sampling.num_inference_steps)
         self.num_conditions = len(task.conditions)
         self.group_ids = group_ids(task.conditions)
         limits = {"max_cached": config.cached_conditions, "encode_rows": config.encode_rows}
@@ -49,7 +52,7 @@ class FlowWorkload(Workload):
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
         """Shared steps once per group, then the steps of each member."""
-        denoiser = Denoiser.for_step(self.config.sampling, rows.step, self.latent_shape, self.device)
+        denoiser = self._denoiser.at_step(rows.step)
         starts = self._window_starts(denoiser, rows)
         parts, done = [], 0
         for part in rows.passes():
@@ -98,7 +101,7 @@ class FlowWorkload(Workload):
     @torch.no_grad()
     def _predict_clean(self, rollouts: Rollouts) -> list[Tensor]:
         """The clean latents predicted after each sampled step, under the policy that sampled it."""
-        denoiser = self._scoring_denoiser()
+        denoiser = self._denoiser
         parts = []
         for rows in torch.arange(len(rollouts)).split(self.row_limits["encode_rows"]):
             data = rollouts.select(rows).data
@@ -117,23 +120,35 @@ class FlowWorkload(Workload):
         return rollouts.data["group"].argsort(stable=True).split(rows_per_pass)
 
     def score(self, rollouts: Rollouts) -> Scores:
-        data, velocity = rollouts.data, self.velocity(self.conditioning, rollouts.data["condition"])
-        denoiser = self._scoring_denoiser()
-        logp, kl = [], []
-        for index, steps in enumerate(data["steps"].unbind(1)):
-            current, following = (data["window_latents"][:, at].float() for at in (index, index + 1))
-            shared = denoiser.shared_start(data["group"], index)
-            transition = denoiser.transition(current, velocity, steps, shared=shared)
-            logp.append(transition_logprob(following, transition))
-            if self.config.reference:
-                with torch.no_grad(), self.model.reference():
-                    reference = denoiser.transition(current, velocity, steps, shared=shared)
-                kl.append(transition_kl(transition, reference))
-        return Scores(torch.stack(logp, dim=1), kl=torch.stack(kl, dim=1) if kl else None)
+        return concatenate_scores([score() for score in self.score_parts(rollouts)])
 
-    def _scoring_denoiser(self) -> Denoiser:
-        """Rollouts carry their own steps, so scoring them needs no window."""
-        return Denoiser(self.config.sampling, self.latent_shape, range(0), self.device)
+    def score_parts(self, rollouts: Rollouts) -> Sequence[Callable[[], Scores]]:
+        """One denoising step each."""
+        velocity = self.velocity(self.conditioning, rollouts.data["condition"])
+        return [partial(self._score_step, rollouts, velocity, index) for index in range(rollouts.logp.shape[1])]
+
+    def _score_step(self, rollouts: Rollouts, velocity: GuidedVelocity, index: int) -> Scores:
+        """Step `index` of the window."""
+        data, denoiser = rollouts.data, self._denoiser
+        current, following = (data["window_latents"][:, at].float() for at in (index, index + 1))
+        steps, shared = data["steps"][:, index], denoiser.shared_start(data["group"], index)
+        transition = denoiser.transition(current, velocity, steps, shared=shared)
+        logp = transition_logprob(following, transition)[:, None]
+        if not self.config.reference:
+            return Scores(logp)
+        with torch.no_grad(), self.model.reference():
+            reference = denoiser.transition(current, velocity, steps, shared=shared)
+        return Scores(logp, kl=transition_kl(transition, reference)[:, None])
+
+    def denoiser(self, steps: int) -> Denoiser:
+        """So many steps at the noise levels of the config or of the model; without a window."""
+        sampling = self.config.sampling
+        own = self.model.noise_levels(steps) if sampling.shift is None else None
+        return Denoiser(sampling, own or noise_levels(sampling, steps), self.latent_shape, self.device)
+
+    def idle_parts(self, rollouts: Rollouts) -> Sequence[str]:
+        steps = rollouts.data["steps"].unique().tolist()
+        return self.model.idle_parts([self._denoiser.levels[step] for step in steps])
 
     def velocity(self, conditioning: ConditioningCache, conditions: Tensor) -> GuidedVelocity:
         """The policy's velocity for these conditions, one row for each."""

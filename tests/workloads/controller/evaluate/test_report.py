@@ -101,7 +101,7 @@ def evaluated(run_folder):
     """What `groupwise eval` says, and what it leaves in eval.json."""
     said = io.StringIO()
     with redirect_stdout(said):
-        assert main(["eval", str(run_folder)]) == 0
+        assert main(["eval", str(run_folder), "--recipe", f"{__name__}:tiny"]) == 0
     return said.getvalue(), json.loads((run_folder / "eval.json").read_text())
 
 

@@ -1,11 +1,12 @@
 """Images and texts as transformers' own processors make them; bad ones are refused with the reason."""
 
 from dataclasses import replace
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, ImageOps
 from tiny.llava import IMAGE_MEAN, IMAGE_STD, SIDE, save_llava, tokenizer
 from tiny.qwen_vl import patches_of, qwen_processor, save_qwen
 from torch.testing import assert_close
@@ -154,6 +155,62 @@ def test_a_question_about_an_image_is_answered(family, tmp_path, request):
     tokens = 5 + loaded.adapter.image_tokens(asked.crops_by_tier["high"].shape)
     experts = loaded.options.total_blocks - len(loaded.options.dense_blocks)
     assert work.expert_pairs == 4 * ((experts - 1) * tokens + 1)  # in the last block only the last token
+
+
+def test_an_image_is_the_same_in_all_forms(llava, tmp_path):
+    picture = image_of(70, 50)
+    picture.save(tmp_path / "seen.png")
+    content, pixels = (tmp_path / "seen.png").read_bytes(), np.asarray(picture)
+    opaque = np.dstack([pixels, np.full(pixels.shape[:2], 255, np.uint8)])
+    given = [tmp_path / "seen.png", str(tmp_path / "seen.png"), content, BytesIO(content), picture, pixels, opaque]
+    given += [pixels / 255, torch.from_numpy(pixels.copy()), torch.from_numpy(pixels / 255)]
+    assert len({llava.front_end.sample(each, "what").name for each in given}) == 1
+    gray = np.asarray(picture.convert("L"))
+    grays = [gray, gray[:, :, None], Image.fromarray(gray), Image.fromarray(gray).convert("RGB")]
+    assert len({llava.front_end.sample(each, "what").name for each in grays}) == 1
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["file", "bytes", "image"])
+def test_the_orientation_is_respected_unless_it_is_to_be_ignored(orientation, form, tmp_path):
+    stored = image_of(30, 20)
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    stored.save(tmp_path / "turned.png", exif=exif)
+    file = tmp_path / "turned.png"
+    given = {"file": file, "bytes": file.read_bytes(), "image": Image.open(file)}[form]
+    upright = ImageOps.exif_transpose(Image.open(file))
+    respected, ignored = open_image(given), open_image(given, exif_orientation=False)
+    assert respected.sides == upright.size[::-1]
+    assert_close(respected.pixels, torch.from_numpy(np.array(upright)))
+    assert ignored.sides == (20, 30)
+    assert_close(ignored.pixels, torch.from_numpy(np.array(stored)))
+
+
+def test_a_decompression_bomb_is_refused(llava, tmp_path, monkeypatch):
+    image_of(64, 64).save(tmp_path / "bomb.png")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # 4096 pixels are more than twice as many
+    for given in (tmp_path / "bomb.png", (tmp_path / "bomb.png").read_bytes()):
+        with pytest.raises(UserError, match=r"is refused: Image size \(4096 pixels\) exceeds limit.*MAX_IMAGE_PIXELS"):
+            llava.front_end.sample(given, "what")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (None, "The image is None: give one image, as a path"),
+        ([1, 2], "The image is of type list"),
+        (np.zeros((3, 40, 40), np.uint8), r"of shape \(3, 40, 40\): it must be height x width.*transpose\(1, 2, 0\)"),
+        (np.zeros((0, 40, 3), np.uint8), r"of shape \(0, 40, 3\)"),
+        (np.full((40, 40, 3), 255.0), "array of float64 with values from 255 to 255: floats must be from 0 to 1"),
+        (np.full((40, 40, 3), 7), "array of int64 with values from 7 to 7"),
+        (torch.full((40, 40), float("nan")), "with values from nan to nan"),
+        (Image.new("RGB", (0, 0)), "The image has 0 x 0 pixels"),
+    ],
+)
+def test_what_is_no_image_is_refused_with_one_clear_error(llava, wrong, message):
+    with pytest.raises(UserError, match=message):
+        llava.front_end.sample(wrong, "what")
 
 
 def test_bad_images_are_refused(llava, qwen, tmp_path):

@@ -34,7 +34,8 @@ def test_too_few_blocks_and_a_short_drop_order_are_refused():
 
 
 def test_the_default_drop_order_is_enough_for_every_depth():
-    assert default_drop_order(16)[:4] == [4, 13, 10, 2]
+    assert default_drop_order(16)[:4] == [11, 10, 12, 9]
+    assert default_drop_order(16, (4, 13, 10, 2))[:6] == [4, 13, 10, 2, 11, 12]
     for total in (*range(1, 30), 48, 94):
         order = default_drop_order(total)
         assert sorted(order) == list(range(1, total - 1))

@@ -12,6 +12,7 @@ from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import QwenAdapter, adapter_for, dense_blocks, full_top_k
+from groupwise.workloads.controller.model.adapters.experts import RouterRule
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixItem
 from groupwise.workloads.controller.model.knobs import Knobs, WorkCounts, work_of_answer
 
@@ -114,7 +115,7 @@ def test_experts_and_dense_blocks_are_found():
     assert isinstance(adapter_for(MODEL), QwenAdapter)
     assert full_top_k(ADAPTER) == 4
     assert dense_blocks(ADAPTER) == (3,)
-    assert ADAPTER.blocks[0].mlp.experts.groupwise_renormalize
+    assert ADAPTER.blocks[0].mlp.experts.groupwise_rule == RouterRule(sorts=False, renormalizes=True)
 
 
 def test_the_dense_variant_has_no_top_k_and_answers_as_transformers_does():

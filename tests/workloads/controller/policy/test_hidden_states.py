@@ -20,7 +20,9 @@ def test_registered_questions_share_one_pass_whichever_is_needed_first(needed_fi
     samples = [replace(image, name=f"{index}", question_ids=ids) for index, ids in enumerate([(3,), (4, 5), (6,)])]
     questions = [Question(each, "", ("",), {}) for each in samples]
     cache, passes, encode = HiddenStateCache(EXECUTOR), [], EXECUTOR.adapter.encode
-    monkeypatch.setattr(EXECUTOR.adapter, "encode", lambda inputs: passes.append(len(inputs)) or encode(inputs))
+    monkeypatch.setattr(
+        EXECUTOR.adapter, "encode", lambda inputs, texts: passes.append(len(inputs)) or encode(inputs, texts)
+    )
     cache.register(questions)
     zero = torch.zeros(1, dtype=torch.long)
     first, prefix = cache.latency_tokens([questions[needed_first]], zero, zero)

@@ -284,7 +284,7 @@ def test_a_controller_of_another_model_is_refused(folder, trained, tmp_path):
     other.save_pretrained(tmp_path / "other")
     with pytest.raises(UserError, match=r"trained for another model than .*other'.* the same shape but other weights"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "saved", model=tmp_path / "other")
-    with pytest.raises(UserError, match=r"another model than 'mosaic': width 32, not 64, blocks 8, not 16"):
+    with pytest.raises(UserError, match=r"another model than 'mosaic': width 32, not 64, blocks 8, not 12"):
         gw.AdaptiveModel.load(folder / "run", model="mosaic")
     weights = folder / "model" / "model.safetensors"
     before = weights.read_bytes()
@@ -347,8 +347,15 @@ def test_what_is_no_budget_is_always_refused(folder, adaptive):
         adaptive.generate_batch([(image(folder), "what")])
     with pytest.raises(UserError, match="The question is ' '"):
         adaptive.generate(image(folder), " ", 9)
-    with pytest.raises(UserError, match="takes a file or a PIL image"):
-        adaptive.generate(np.zeros((48, 64)), "what", 9)
+    for wrong, message in (
+        (None, "The image is None: give one image"),
+        ([image(folder)], "The image is of type list: give one image.*generate_batch"),
+        (np.full((48, 64, 3), 200.0), "from 200 to 200: floats must be from 0 to 1"),
+        (np.zeros((3, 48, 64)), r"of shape \(3, 48, 64\): it must be height x width"),
+        (b"no picture", "The image cannot be read as an image"),
+    ):
+        with pytest.raises(UserError, match=message):
+            adaptive.generate(wrong, "what", 9)
 
 
 def test_a_mosaic_is_given_as_pixels_image_or_file(tmp_path):

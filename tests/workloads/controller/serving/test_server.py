@@ -9,9 +9,14 @@ from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.model.executor import AnswerRequest, PrefixItem
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
-from groupwise.workloads.controller.serving.server import BudgetLimit, ControllerServer, ServedTimer, budget_limit_of
+from groupwise.workloads.controller.serving.limits import BudgetLimit, ConditionLimits, LeastBounds, PacedBounds
+from groupwise.workloads.controller.serving.server import ControllerServer, ServedTimer
 
 BUDGETS = (0.6, 0.7, 0.8, 0.9, 1.2)
+
+
+def limit_of(bound_ms, limit_ms):
+    return BudgetLimit(PacedBounds(LeastBounds(bound_ms)), limit_ms, relative_budget=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +34,7 @@ def test_what_is_served_is_what_was_decided_and_what_the_model_answers(workload,
     rows = torch.arange(len(conditions))
     decided = choices_to_knobs(OPTIONS, workload.controller.decide(conditions, rows, greedy_option).choices)
     for row, question in zip(rows.tolist(), conditions.question_of(rows), strict=True):
-        bound_ms = conditions.bound_ms(rows[row : row + 1])[0]
-        limit = BudgetLimit(float(conditions.budget_ms[row]), float(conditions.relative_budget[row]), bound_ms)
+        limit = ConditionLimits(conditions)[row]
         (served,) = server.serve([(question.sample, limit)])
         assert served.knobs == decided[row]
         (alone,), _ = EXECUTOR.answer([AnswerRequest(question.sample, served.knobs)])
@@ -41,11 +45,9 @@ def test_what_is_served_is_what_was_decided_and_what_the_model_answers(workload,
 def test_many_requests_are_served_as_each_alone(workload, server):
     """Among them the same question under several budgets, which share one prefix."""
     conditions = workload.held_out
-    rows = range(len(conditions))
+    rows, limits = range(len(conditions)), ConditionLimits(conditions)
     questions = conditions.question_of(torch.arange(len(conditions)))
-    requests = [
-        (question.sample, budget_limit_of(conditions, row)) for row, question in zip(rows, questions, strict=True)
-    ]
+    requests = [(question.sample, limits[row]) for row, question in zip(rows, questions, strict=True)]
     together = server.serve(requests)
     for request, served in zip(requests, together, strict=True):
         (alone,) = server.serve([request])
@@ -67,7 +69,7 @@ def test_serving_encodes_one_tier_and_runs_no_block_twice(workload, server):
         calls.append((block, len(rows))) or run(block, rows, *rest, **more)
     )
     try:
-        limit = BudgetLimit(1e9, 1.0, torch.ones(OPTIONS.shape))
+        limit = limit_of(torch.ones(OPTIONS.shape), 1e9)
         (served,) = server.serve([(question.sample, limit)])
     finally:
         del EXECUTOR.blocks.run
@@ -78,10 +80,10 @@ def test_if_no_configuration_fits_the_cheapest_is_served(workload, server):
     conditions = workload.held_out
     bound_ms = conditions.bound_ms(torch.tensor([0]))[0]
     asked = conditions.questions[0].sample
-    (served,) = server.serve([(asked, BudgetLimit(0.1, 0.0, bound_ms))])
+    (served,) = server.serve([(asked, limit_of(bound_ms, 0.1))])
     assert served.knobs == OPTIONS.cheapest
     # Of several that are equally cheap it is the first, as in `Conditions`, whatever the network prefers.
-    (equal,) = server.serve([(asked, BudgetLimit(0.1, 0.0, torch.ones_like(bound_ms)))])
+    (equal,) = server.serve([(asked, limit_of(torch.ones_like(bound_ms), 0.1))])
     assert equal.choices == (0, 0, 0, 0)
 
 

@@ -32,7 +32,7 @@ def test_encodings_are_those_of_the_pipeline_and_its_parts_stay_off_the_device(w
     (encoding,) = ours.encode([condition()])
     pipeline = WanPipeline.from_pretrained(wan)
     with torch.no_grad():
-        positive, negative = pipeline.encode_prompt(["a cat"], ["blurry"], device=CPU)
+        positive, negative = pipeline.encode_prompt(["a cat"], ["blurry"], device=CPU, max_sequence_length=512)
         latents = pipeline.vae.encode(condition().source_clip[None]).latent_dist.mode()
     assert_close(encoding["text"], positive[0])
     assert_close(encoding["negative_text"], negative[0])

@@ -1,6 +1,8 @@
 """Denoising steps: by hand, against an exact velocity, and against torch's own distributions."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from groupwise.workloads.flow.sampling.steppers import (
     NoiseInterval,
     Transition,
     cps,
+    cps_distance,
     dance_sde,
     flow_sde,
     ode,
@@ -117,3 +120,44 @@ def test_no_gradient_flows_through_the_sample():
     transition = Transition(mean, torch.ones(1))
     transition_logprob(mean + 1.0, transition).sum().backward()
     assert_close(mean.grad, torch.full((1, 3), 1 / 3))
+
+
+REFERENCE = json.loads((Path(__file__).parent.parent / "reference" / "flow_grpo_steps.json").read_text())
+
+
+def tensor_of(entry):
+    return torch.tensor(entry["data"]).view(entry["shape"])
+
+
+@pytest.mark.parametrize("index", range(len(REFERENCE["steps"])))
+def test_steps_are_those_of_flow_grpo(index):
+    """Means, scores and gradients that flow_grpo's own code gave. Its cps scores by the distance."""
+    step = REFERENCE["steps"][index]
+    stepper = STEPPERS[{"sde": "flow_sde", "cps": "cps_distance"}[step["sde_type"]]]
+    x, velocity = tensor_of(REFERENCE["sample"]), tensor_of(REFERENCE["velocity"]).requires_grad_()
+    second = REFERENCE["sigmas"]["data"][1]
+    levels = (torch.tensor(step["sigma"]), torch.tensor(step["sigma_next"]))
+    transition = stepper(x, velocity, NoiseInterval(*levels, step["noise_level"], second))
+    assert_close(transition.mean, tensor_of(step["mean"]), rtol=0, atol=2e-6)
+    logp = transition_logprob(tensor_of(step["prev_sample"]), transition)
+    assert_close(logp, tensor_of(step["log_prob"]), rtol=1e-4, atol=2e-6)
+    logp.sum().backward()
+    assert_close(velocity.grad, tensor_of(step["grad_of_sum_logprob_wrt_velocity"]), rtol=1e-3, atol=1e-5)
+
+
+def test_the_distance_is_the_log_prob_without_std_and_constants():
+    x, velocity, step = one(1.0), one(2.0), interval(0.5, 0.4, 0.8)
+    gaussian, distance = cps(x, velocity, step), cps_distance(x, velocity, step)
+    assert (gaussian.mean, gaussian.std) == (distance.mean, distance.std)
+    sample = gaussian.mean + 0.3
+    assert transition_logprob(sample, distance).item() == pytest.approx(-0.09)
+    constants = gaussian.std.log() + math.log(2 * math.pi) / 2
+    expected = -0.09 / (2 * gaussian.std**2) - constants
+    assert_close(transition_logprob(sample, gaussian), expected)
+
+
+def test_a_schedule_that_begins_almost_at_noise_begins_at_noise():
+    """At 0.999999 the noise scale would be 0.7 sqrt(0.999999 / 1e-6) = 700."""
+    at_one, almost = (flow_sde(one(0.5), one(1.0), interval(level, 0.9, 0.7)) for level in (1.0, 0.999999))
+    assert_close(almost.std, at_one.std, rtol=1e-4, atol=0)
+    assert_close(almost.mean, at_one.mean, rtol=1e-4, atol=0)

@@ -151,7 +151,13 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Lan
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load_from_hub(
         source,
-        lambda: load(source, dtype=_weight_dtype(config), output_loading_info=True),
+        lambda: load(
+            source,
+            dtype=_weight_dtype(config),
+            output_loading_info=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+        ),
         called=f"policy.model is {source!r}, which",
     )
     missing = sorted(info["missing_keys"])

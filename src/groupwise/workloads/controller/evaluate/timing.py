@@ -21,7 +21,8 @@ from groupwise.workloads.controller.evaluate.exact import Choices, EvaluationSet
 from groupwise.workloads.controller.model.executor import AnswerRequest
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.policy.decide import Controller
-from groupwise.workloads.controller.serving.server import ControllerServer, ServedAnswer, budget_limit_of
+from groupwise.workloads.controller.serving.limits import ConditionLimits
+from groupwise.workloads.controller.serving.server import ControllerServer, ServedAnswer
 from groupwise.workloads.controller.task import Question, Task
 
 CONTROLLER = "controller"
@@ -90,6 +91,7 @@ class AnswerTimer:
         self.task, self.test_set = task, test_set
         self.configurations = list(task.executor.options.configurations())
         self._servers = {name: _server(controller, task) for name, controller in controllers.items()}
+        self._limits = ConditionLimits(test_set.conditions)
         self._first_equal = first_equal(task.executor.options, own_candidates(task.executor.options))
         """Several configurations may compute the same: the first of them is timed for all."""
         self._jobs: dict[TimingJob, None] = {}
@@ -166,14 +168,18 @@ class AnswerTimer:
             knobs = self.configurations[index]
             measured, _ = _timed(meter, partial(self._answer, AnswerRequest(question.sample, knobs)))
             return TimedAnswer(measured, self._estimate(question, knobs), knobs)
-        limit = budget_limit_of(self.test_set.conditions, row * self.test_set.num_budgets + index)
-        measured, (served,) = _timed(meter, partial(self._servers[method].serve, [(question.sample, limit)]))
+        condition = row * self.test_set.num_budgets + index
+        measured, (served,) = _timed(meter, partial(self._serve, self._servers[method], question, condition))
         measured = _separate_controller_time(measured, served)
         return TimedAnswer(measured, self._estimate(question, served.knobs), served.knobs, served)
 
     def _answer(self, request: AnswerRequest) -> object:
         task = self.task
         return task.executor.answer([request], max_new_tokens=task.max_new_tokens, stop_token=task.stop_token)
+
+    def _serve(self, server: ControllerServer, question: Question, condition: int) -> list[ServedAnswer]:
+        """With all that a request takes from its budget on."""
+        return server.serve([(question.sample, self._limits[condition])])
 
     def _estimate(self, question: Question, knobs: Knobs) -> EstimatedLatency:
         (estimated,) = self.task.estimator.estimate(question.prompt_tokens, [knobs])

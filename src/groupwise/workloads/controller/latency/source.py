@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.files import cache_folder
 from groupwise.core.groups import content_hash
 from groupwise.latency.estimator import FILE_FORMAT, LatencyEstimator
 from groupwise.latency.machine import current_machine
@@ -29,7 +29,6 @@ from groupwise.workloads.controller.model.load import LoadedModel
 PROPORTIONAL, AUTO = "proportional", "auto"
 AUTO_SECONDS = 40.0
 """How long `auto` profiles."""
-_CACHE_VARIABLE = "GROUPWISE_CACHE"
 _MAX_RECALIBRATION_SECONDS = 600.0
 _QUESTION_LENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 """Of the questions to profile with, as multiples of the typical length."""
@@ -96,11 +95,6 @@ def cached_estimator(
         if not file.exists():
             fit().save(file)
     return LatencyEstimator.load(file, model=model)
-
-
-def cache_folder() -> Path:
-    """The folder of things that can be computed again: $GROUPWISE_CACHE, or ~/.cache/groupwise."""
-    return Path(os.environ.get(_CACHE_VARIABLE) or Path.home() / ".cache" / "groupwise")
 
 
 def fit_estimator(

@@ -14,7 +14,6 @@ from itertools import accumulate
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import pad
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Prompt, Sample
@@ -54,6 +53,16 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class EmbeddedText:
+    """A sample's text, ready for the first block."""
+
+    states: Float[Tensor, "tokens width"]
+    """Of the tokens before the image, and of the question after it."""
+    question_mean: Float[Tensor, " width"]
+    """In float32 on the CPU."""
+
+
+@dataclass(frozen=True)
 class PrefixItem:
     """One row of a prefix pass: an image at one tier, and one or several questions about it."""
 
@@ -63,6 +72,8 @@ class PrefixItem:
     tier: str
     until: int | None = None
     """The insertion position where this row stops; the largest one if None."""
+    text: EmbeddedText | None = None
+    """Of its only sample, if it is known already."""
 
 
 @dataclass
@@ -103,6 +114,7 @@ class Executor:
     def __init__(self, adapter: ModelAdapter, options: KnobOptions):
         self.adapter, self.options, self.blocks = adapter, options, BlockRunner(adapter)
         self._block_path = functools.cache(self._checked_block_path)
+        self._full_path = options.block_path(options.full)
 
     @torch.inference_mode()
     def run_prefix(
@@ -117,8 +129,9 @@ class Executor:
         It comes last, so it attends to everything and nothing attends to it. Keys and values are needed only where
         answers of several tokens continue from these states.
         """
-        computed = self._encode([(sample, item.tier) for item in items for sample in item.samples])
-        positions, path = self.options.insertion_positions, self.options.block_path(self.options.full)
+        texts = {item.samples[0].name: item.text.states for item in items if item.text is not None}
+        computed = self._encode([(sample, item.tier) for item in items for sample in item.samples], texts)
+        positions, path = self.options.insertion_positions, self._full_path
         rows = [_PrefixRow(item, computed.prompts, item.until or max(positions), latency_token) for item in items]
         rows.sort(key=lambda row: len(row.states))
         tokens: dict[PromptKey, dict[int, Tensor]] = {key: {} for row in rows for key in row.keys}
@@ -175,8 +188,10 @@ class Executor:
         self.options.check(knobs)
         return self.options.block_path(knobs)
 
-    def _encode(self, inputs: Sequence[tuple[Sample, str]]) -> ComputedStates:
-        encoded = self.adapter.encode(inputs)
+    def _encode(
+        self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None
+    ) -> ComputedStates:
+        encoded = self.adapter.encode(inputs, texts)
         prompts = {(sample.name, tier): prompt for (sample, tier), prompt in zip(inputs, encoded.prompts, strict=True)}
         states: dict[TreeNode, Tensor] = {(key, ()): prompt.states for key, prompt in prompts.items()}
         return ComputedStates(prompts, states, counter=WorkCounter(crops=encoded.crops, patches=encoded.patches))
@@ -295,6 +310,8 @@ class _PrefixRow:
         latency_token: Float[Tensor, " width"] | None,
     ):
         assert len({image_key(sample) for sample in item.samples}) == 1, "the samples of an item share their image"
+        assert item.text is None or len(item.samples) == 1, "a text belongs to a single sample"
+        given = item.text.question_mean if latency_token is None and item.text is not None else latency_token
         self.until = until
         self.keys = [(sample.name, item.tier) for sample in item.samples]
         branches, lengths = [prompts[key] for key in self.keys], [len(sample.question_ids) for sample in item.samples]
@@ -302,18 +319,19 @@ class _PrefixRow:
         shared = len(self.prompt.states) - lengths[0]
         states, position_ids = list[Tensor](), list[Tensor]()
         for branch in branches:
-            question, positions = branch.states[shared:], branch.position_ids
-            if branch is self.prompt:
-                states.append(branch.states)
-            else:
-                states.append(question)
-                positions = positions[:, shared:]
-            states.append(_initial_latency_token(question, latency_token)[None])
-            position_ids.append(pad(positions, (0, 1), value=branch.next_position))
+            question, first = branch.states[shared:], branch is self.prompt
+            token = _initial_latency_token(question, given)[None]
+            states += [branch.states if first else question, token]
+            position_ids.append(branch.extended_position_ids if first else branch.extended_position_ids[:, shared:])
         self.states = torch.cat(states)
         self.position_ids = position_ids[0] if len(branches) == 1 else torch.cat(position_ids, dim=1)
         self.token_indices = [shared + end - 1 for end in accumulate(length + 1 for length in lengths)]
         self.mask = None if len(branches) == 1 else _branch_mask(shared, lengths).to(self.states.device)
+
+
+def mean_embedding(embeddings: Float[Tensor, "tokens width"]) -> Float[Tensor, " width"]:
+    """The mean of a question's embeddings, on the CPU; nothing is trained through it, so call it without gradients."""
+    return embeddings.mean(0, dtype=torch.float32).cpu()
 
 
 def _initial_latency_token(

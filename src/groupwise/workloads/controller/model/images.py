@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,10 +27,18 @@ _MAX_ASPECT_RATIO = 200
 _FIRST_SIDEWAYS_ORIENTATION = 5
 _SPARE = 2
 """How many times the sides of the finest tier are kept when an image is shrunk."""
-CropShape = tuple[int, int, int, int]
-"""Crops, channels, height and width of a tier."""
+CropShape = tuple[int, ...]
+"""Crops, channels, height and width of a tier; then what else the number of its tokens depends on."""
 Sides = tuple[int, int]
 """Height and width."""
+Grid = tuple[int, int]
+"""Rows and columns of crops."""
+GridChoice = Callable[[int, int, int], Grid]
+"""Of so many crops, for an image of a height and width."""
+PixelArray = np.ndarray[Any, Any]
+ImageInput = Path | str | bytes | BytesIO | Image.Image | Tensor | PixelArray
+"""A file, its bytes, a PIL image, or pixels: height x width, or height x width x 1, 3 or 4 colors."""
+_CHANNELS = (1, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -81,7 +91,7 @@ class LazyCrops(Mapping[str, Tensor]):
 
     def work(self, tier: str) -> float:
         """What cutting a tier is proportional to: millions of pixels that are read and written."""
-        crops, _, height, width = self.shapes[tier]
+        crops, _, height, width = self.shapes[tier][:4]
         return (self._source_pixels + crops * height * width) / 1e6
 
 
@@ -92,50 +102,123 @@ def crop_shapes(crops_by_tier: Mapping[str, Tensor]) -> Mapping[str, tuple[int, 
     return {tier: tuple(pixels.shape) for tier, pixels in crops_by_tier.items()}
 
 
-def open_image(image: Path | str | Image.Image, finest: Callable[[Sides], Sides] | None = None) -> SourceImage:
-    """An RGB image, rotated as its EXIF data says; a missing or damaged file is refused.
+def open_image(
+    image: ImageInput, finest: Callable[[Sides], Sides] | None = None, *, exif_orientation: bool = True
+) -> SourceImage:
+    """An RGB image, rotated as its EXIF data says unless that is to be ignored; what is no image is refused.
 
     `finest` tells how high and wide an image of given sides is in the finest tier. A much larger image is shrunk at
     once, by the largest whole factor that leaves twice these sides: then resampling the rest hides what was averaged.
     JPEG files are shrunk while they are decoded.
     """
+    image = check_image(image)
+    if isinstance(image, np.ndarray):
+        image = _image_of_pixels(image)
     if isinstance(image, Image.Image):
-        return _as_source(image, _upright_sides(image), finest)
-    with _opened_file(Path(image)) as opened:
-        sides = _upright_sides(opened)
-        if finest is not None:
-            opened.draft(None, _enough(opened, finest(sides)))
-        return _as_source(opened, sides, finest)
+        with _readable_errors("The image"):
+            return _as_source(image, finest, exif_orientation=exif_orientation)
+    with _opened(image) as opened:
+        return _as_source(opened, finest, exif_orientation=exif_orientation, may_shrink_file=True)
 
 
-def read_image(path: Path) -> Image.Image:
+def read_image(image: Path | BytesIO) -> Image.Image:
     """An image as its file has it; a missing or damaged file is refused."""
-    with _opened_file(path) as opened:
+    with _opened(image) as opened:
         opened.load()
         return opened
 
 
-@contextmanager
-def _opened_file(path: Path) -> Iterator[Image.Image]:
-    if not path.is_file():
-        raise UserError(f"There is no image file {path}. Check the path.")
-    try:
-        with Image.open(path) as opened:
-            yield opened
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+def check_image(image: Any) -> Path | BytesIO | Image.Image | PixelArray:
+    """The image as a path, an open file, a PIL image or pixels of 0 to 255; anything else is refused."""
+    if isinstance(image, str | Path):
+        return Path(image)
+    if isinstance(image, bytes | bytearray | memoryview):
+        return BytesIO(image)
+    if isinstance(image, BytesIO | Image.Image):
+        return image
+    if isinstance(image, Tensor):
+        image = image.detach().cpu().float().numpy() if image.is_floating_point() else image.cpu().numpy()
+    if isinstance(image, np.ndarray):
+        return _check_pixels(image)
+    given = "None" if image is None else f"of type {type(image).__name__}"
+    raise UserError(
+        f"The image is {given}: give one image, as a path, the bytes of a file, a PIL image, or an array of height x"
+        " width x 3. Several images go to generate_batch(), one per request."
+    )
+
+
+def _check_pixels(pixels: np.ndarray[Any, Any]) -> PixelArray:
+    """Bytes as they are; floats of 0 to 1 become bytes."""
+    is_image = pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in _CHANNELS)
+    if not is_image or 0 in pixels.shape:
         raise UserError(
-            f"{path} cannot be read as an image ({error}). The file is damaged or of an unknown format: open it in a"
-            " viewer and save it again as PNG or JPEG."
+            f"The image is an array of shape {pixels.shape}: it must be height x width, or height x width x 1, 3 or 4."
+            " Bring the channels of an array to its end, as with transpose(1, 2, 0)."
+        )
+    if pixels.dtype == np.uint8:
+        return pixels
+    if pixels.dtype == bool:
+        return pixels.astype(np.uint8) * 255
+    low, high = float(pixels.min()), float(pixels.max())
+    if pixels.dtype.kind == "f" and low >= 0 and high <= 1:
+        return (pixels * 255).round().astype(np.uint8)
+    raise UserError(
+        f"The image is an array of {pixels.dtype} with values from {low:g} to {high:g}: floats must be from 0 to 1, and"
+        " values from 0 to 255 must be of the type uint8. Divide by 255, or convert it with astype('uint8')."
+    )
+
+
+def _image_of_pixels(pixels: PixelArray) -> Image.Image:
+    return Image.fromarray(pixels[:, :, 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels)
+
+
+@contextmanager
+def _opened(file: Path | BytesIO) -> Iterator[Image.Image]:
+    if isinstance(file, BytesIO):
+        file.seek(0)
+    elif not file.is_file():
+        raise UserError(f"There is no image file {file}. Check the path.")
+    with _readable_errors("The image" if isinstance(file, BytesIO) else str(file)), Image.open(file) as opened:
+        yield opened
+
+
+@contextmanager
+def _readable_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except Image.DecompressionBombError as error:
+        raise UserError(
+            f"{name} is refused: {' '.join(str(error).split())} A small file may claim so many pixels to exhaust the"
+            " memory. Shrink an image that is meant to be so large, or raise PIL.Image.MAX_IMAGE_PIXELS."
+        ) from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise UserError(
+            f"{name} cannot be read as an image ({error}). It is damaged or of an unknown format: open it in a viewer"
+            " and save it again as PNG or JPEG."
         ) from error
 
 
-def _as_source(image: Image.Image, sides: Sides, finest: Callable[[Sides], Sides] | None) -> SourceImage:
-    image = image if image.mode == "RGB" else image.convert("RGB")
+def _as_source(
+    image: Image.Image,
+    finest: Callable[[Sides], Sides] | None,
+    *,
+    exif_orientation: bool,
+    may_shrink_file: bool = False,
+) -> SourceImage:
+    orientation = _orientation(image) if exif_orientation else 1
+    is_sideways = orientation >= _FIRST_SIDEWAYS_ORIENTATION
+    sides = image.size if is_sideways else image.size[::-1]
+    if 0 in sides:
+        raise UserError(f"The image has {image.width} x {image.height} pixels. Take one that shows something.")
     if finest is not None:
-        width, height = _enough(image, finest(sides))
+        height, width = (_SPARE * side for side in (finest(sides)[::-1] if is_sideways else finest(sides)))
+        if may_shrink_file:
+            image.draft(None, (width, height))
+        image = image if image.mode == "RGB" else image.convert("RGB")
         factor = min(image.width // width, image.height // height)
         image = image.reduce(factor) if factor > 1 else image
-    if _orientation(image) != 1:
+    image = image if image.mode == "RGB" else image.convert("RGB")
+    if orientation != 1:
         image = ImageOps.exif_transpose(image)
     return SourceImage(torch.from_numpy(np.array(image)), sides)
 
@@ -144,24 +227,22 @@ def _orientation(image: Image.Image) -> int:
     return int(image.getexif().get(ExifTags.Base.Orientation, 1))
 
 
-def _upright_sides(image: Image.Image) -> Sides:
-    return image.size if _orientation(image) >= _FIRST_SIDEWAYS_ORIENTATION else image.size[::-1]
+def best_grid(count: int, height: int, width: int, grids: Sequence[Grid] | None = None) -> Grid:
+    """Rows and columns of `count` cells, of these if some are given, that are nearest to squares on such an image."""
+    grids = grids or [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
+    return min(grids, key=lambda grid: abs(math.log((width / grid[1]) / (height / grid[0]))))
 
 
-def _enough(image: Image.Image, finest: Sides) -> tuple[int, int]:
-    """The width and height, before it is rotated, that an image needs for these upright sides in the finest tier."""
-    height, width = finest[::-1] if _orientation(image) >= _FIRST_SIDEWAYS_ORIENTATION else finest
-    return _SPARE * width, _SPARE * height
-
-
-def grid_shapes(sides: Sides, counts: Mapping[str, int], *, side: int, patch: int) -> dict[str, CropShape]:
+def grid_shapes(
+    sides: Sides, counts: Mapping[str, int], *, side: int, patch: int, grid_of: GridChoice = best_grid
+) -> dict[str, CropShape]:
     """The overview and the crops of each tier, all `side` pixels high and wide.
 
     Each crop must have at least one patch of pixels.
     """
     height, width = sides
     for tier, count in counts.items():
-        rows, columns = best_grid(count, height, width)
+        rows, columns = grid_of(count, height, width)
         if height < rows * patch or width < columns * patch:
             raise UserError(
                 f"An image of {width} x {height} pixels is too small for {count} crops at tier {tier!r}:"
@@ -171,26 +252,32 @@ def grid_shapes(sides: Sides, counts: Mapping[str, int], *, side: int, patch: in
     return {tier: (1 + count, 3, side, side) for tier, count in counts.items()}
 
 
-def largest_grid(sides: Sides, counts: Iterable[int], *, side: int) -> Sides:
+def largest_grid(sides: Sides, counts: Iterable[int], *, side: int, grid_of: GridChoice = best_grid) -> Sides:
     """Height and width of all crops together at the tier that has most of them in each direction."""
-    grids = [best_grid(count, *sides) for count in counts]
+    grids = [grid_of(count, *sides) for count in counts]
     return side * max(rows for rows, _ in grids), side * max(columns for _, columns in grids)
 
 
 def crop_by_tier(
-    image: SourceImage, counts: Mapping[str, int], *, side: int, patch: int, normalization: ImageNormalization
+    image: SourceImage,
+    counts: Mapping[str, int],
+    *,
+    side: int,
+    patch: int,
+    normalization: ImageNormalization,
+    grid_of: GridChoice = best_grid,
 ) -> LazyCrops:
     """For each tier the overview and its number of crops.
 
     The crops are a grid over the whole image, the one whose cells are nearest to squares: 12 are 3 rows of 4 on a 4:3
     image, 6 x 2 on a tall one.
     """
-    shapes = grid_shapes(image.sides, counts, side=side, patch=patch)
+    shapes = grid_shapes(image.sides, counts, side=side, patch=patch, grid_of=grid_of)
     overview = cache(lambda: _resize([image.pixels], (side, side)))
 
     @cache
     def cut(tier: str) -> Tensor:
-        cells = _grid_cells(image.pixels, *best_grid(counts[tier], *image.sides))
+        cells = _grid_cells(image.pixels, *grid_of(counts[tier], *image.sides))
         return _normalize(torch.cat([overview(), _resize(cells, (side, side))]), normalization)
 
     def whole() -> Tensor:
@@ -205,12 +292,6 @@ def _grid_cells(pixels: UInt8[Tensor, "height width 3"], rows: int, columns: int
     across = [round(width * x / columns) for x in range(columns + 1)]
     down = [round(height * y / rows) for y in range(rows + 1)]
     return [pixels[top:bottom, left:right] for top, bottom in pairwise(down) for left, right in pairwise(across)]
-
-
-def best_grid(count: int, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of `count` cells that are nearest to squares on an image of this size."""
-    grids = [(rows, count // rows) for rows in range(1, count + 1) if count % rows == 0]
-    return min(grids, key=lambda grid: abs(math.log((width / grid[1]) / (height / grid[0]))))
 
 
 def resized_shapes(sides: Sides, pixels: Mapping[str, int], *, multiple: int) -> dict[str, CropShape]:
@@ -232,7 +313,8 @@ def resize_by_tier(
 
     @cache
     def cut(tier: str) -> Tensor:
-        return _normalize(_resize([image.pixels], shapes[tier][2:]), normalization)
+        _, _, height, width = shapes[tier]
+        return _normalize(_resize([image.pixels], (height, width)), normalization)
 
     def whole() -> Tensor:
         return _normalize(_resize([image.pixels], (OVERVIEW_SIDE, OVERVIEW_SIDE)), normalization)[0]

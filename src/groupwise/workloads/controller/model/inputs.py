@@ -5,24 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from math import isqrt
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
-from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
-from groupwise.workloads.controller.model.images import ImageNormalization, SourceImage, crop_shapes, open_image
+from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample, image_side
+from groupwise.workloads.controller.model.images import (
+    ImageInput,
+    ImageNormalization,
+    LazyCrops,
+    SourceImage,
+    crop_shapes,
+    open_image,
+)
 
 if TYPE_CHECKING:
     from groupwise.workloads.controller.model.load import LoadedModel
-
-ImageInput = Path | str | Image.Image | Tensor | np.ndarray[Any, Any]
-"""A file or an image; some front ends also take pixels, height x width."""
 
 
 class FrontEnd(Protocol):
@@ -52,11 +54,6 @@ class TransformersFrontEnd:
         which the image token says where the image is.
         """
         loaded = self._loaded
-        if isinstance(image, Tensor | np.ndarray):
-            raise UserError(
-                f"The image is an array of shape {tuple(image.shape)}: {loaded.name!r} takes a file or a PIL image,"
-                " which it crops and normalizes itself. Make one with PIL.Image.fromarray."
-            )
         normalization = check_processors(loaded)
         prefix_ids, question_ids = prompt_token_ids(text, loaded)
         source = open_for(loaded, image)
@@ -75,24 +72,38 @@ class TransformersFrontEnd:
         generator, vocabulary = torch.Generator().manual_seed(0), loaded.adapter.text_config.vocab_size
         neutral = ImageNormalization((0.5,) * 3, (0.5,) * 3)
         channels = getattr(model.config.vision_config, "num_channels", 3)
-        crops = {
-            tier: pixels[:, :channels].to(model.device, model.dtype)
-            for tier, pixels in loaded.adapter.crop(open_image(self._noise_image()), loaded.options, neutral).items()
-        }
+        images = [
+            _ready(loaded.adapter.crop(open_image(noise), loaded.options, neutral), channels, model)
+            for noise in noise_images(loaded, len(question_tokens))
+        ]
         questions = [torch.randint(vocabulary, (length,), generator=generator) for length in question_tokens]
-        return [Sample(f"noise {index}", crops, tuple(ids.tolist())) for index, ids in enumerate(questions)]
-
-    def _noise_image(self) -> Image.Image:
-        """As large as the finest tier can use."""
-        vision, pixels = self._loaded.model.config.vision_config, self._loaded.options.pixels
-        side = max([getattr(vision, "image_size", 0) * 4, *(isqrt(count) for count in pixels.values())])
-        noise = torch.randint(256, (side, side, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-        return Image.fromarray(noise.numpy())
+        return [
+            Sample(f"noise {index}", images[index % len(images)], tuple(ids.tolist()))
+            for index, ids in enumerate(questions)
+        ]
 
 
-def open_for(loaded: LoadedModel, image: Path | str | Image.Image) -> SourceImage:
+def _ready(crops: LazyCrops, channels: int, model: Any) -> LazyCrops:
+    """Cut already, and where the model is: timing starts behind it."""
+    cut = {tier: pixels[:, :channels].to(model.device, model.dtype) for tier, pixels in crops.items()}
+    return LazyCrops(crops.shapes, cut.__getitem__)
+
+
+def noise_images(loaded: LoadedModel, most: int = 1) -> list[Image.Image]:
+    """As large as the finest tier can use; of several shapes where the number of crops depends on the shape."""
+    vision, pixels = loaded.model.config.vision_config, loaded.options.pixels
+    side = max([image_side(vision) * 4, *(isqrt(count) for count in pixels.values())])
+    generator = torch.Generator().manual_seed(0)
+    parts = loaded.adapter.probe_shapes[:most]
+    shapes = [(round(side * height), round(side * width)) for height, width in parts]
+    noise = [torch.randint(256, (*shape, 3), generator=generator, dtype=torch.uint8) for shape in shapes]
+    return [Image.fromarray(image.numpy()) for image in noise]
+
+
+def open_for(loaded: LoadedModel, image: ImageInput) -> SourceImage:
     """An image with no more pixels than the finest tier of a model can use."""
-    return open_image(image, partial(loaded.adapter.finest_sides, options=loaded.options))
+    finest = partial(loaded.adapter.finest_sides, options=loaded.options)
+    return open_image(image, finest, exif_orientation=loaded.exif_orientation)
 
 
 def check_processors(loaded: LoadedModel) -> ImageNormalization:
@@ -110,6 +121,8 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
     """Token ids before and after the image."""
     tokenizer, image_id = loaded.tokenizer, loaded.model.config.image_token_id
     image_token = tokenizer.convert_ids_to_tokens(image_id)
+    if image_token is None:
+        raise _foreign_tokenizer_error(loaded, f"it has no token {image_id}, which stands for the image")
     if not text.replace(image_token, "").strip():
         raise UserError("The question is empty. Ask something about the image.")
     has_template, prompt = tokenizer.chat_template is not None, text
@@ -120,12 +133,23 @@ def prompt_token_ids(text: str, loaded: LoadedModel) -> tuple[tuple[int, ...], t
         )
     has_bos = tokenizer.bos_token is not None and prompt.startswith(tokenizer.bos_token)
     ids = tuple(tokenizer(prompt, add_special_tokens=not has_bos)["input_ids"])
+    words = loaded.adapter.text_config.vocab_size
+    if max(ids) >= words:
+        raise _foreign_tokenizer_error(loaded, f"it gives the token {max(ids)}, and the model knows {words} tokens")
     if ids.count(image_id) != 1:
         raise UserError(_image_token_error(image_token, ids.count(image_id), has_template=has_template))
     index = ids.index(image_id)
     if index + 1 == len(ids):
         raise UserError(f"Nothing follows the image token {image_token!r} in the prompt. Put the question after it.")
-    return ids[:index], ids[index + 1 :]
+    before, after = loaded.adapter.image_delimiters(tokenizer)
+    return ids[:index] + before, after + ids[index + 1 :]
+
+
+def _foreign_tokenizer_error(loaded: LoadedModel, reason: str) -> UserError:
+    return UserError(
+        f"The tokenizer of {loaded.name!r} is one of another model: {reason}. Put the model's own tokenizer into its"
+        " folder."
+    )
 
 
 def _image_token_error(image_token: str, count: int, *, has_template: bool) -> str:
@@ -167,3 +191,17 @@ def stop_token_id(loaded: LoadedModel) -> int | None:
     holders = (loaded.tokenizer, loaded.adapter.text_config)
     ids = [getattr(holder, "eos_token_id", None) for holder in holders]
     return next((token for token in ids if isinstance(token, int)), None)
+
+
+__all__ = [
+    "FrontEnd",
+    "ImageInput",
+    "TransformersFrontEnd",
+    "check_length",
+    "check_processors",
+    "noise_images",
+    "open_for",
+    "prompt_length",
+    "prompt_token_ids",
+    "stop_token_id",
+]

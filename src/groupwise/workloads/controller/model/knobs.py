@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import pairwise, product
 
 from groupwise.core.errors import UserError
 
@@ -127,6 +127,17 @@ class KnobOptions:
         ]
         return tuple(
             0 if block in dropped else top_k if self.has_experts(block) else 1 for block, top_k in enumerate(top_ks)
+        )
+
+
+def check_tiers(crops: Mapping[str, int], setting: str) -> None:
+    """Refuse numbers of crops that do not rise from the coarsest tier to the finest."""
+    counts = list(crops.values())
+    if any(count < 1 for count in counts) or any(fine <= coarse for coarse, fine in pairwise(counts)):
+        given = " ".join(f"{tier} {count}" for tier, count in crops.items())
+        raise UserError(
+            f"{setting} is {given}: the tiers must go from coarse to fine, each with more crops than the one before and"
+            " at least 1. Write for example low 3 high 12."
         )
 
 

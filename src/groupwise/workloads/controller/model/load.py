@@ -6,7 +6,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,11 @@ from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.inputs import FrontEnd, TransformersFrontEnd
 from groupwise.workloads.controller.model.knobs import KnobOptions
+from groupwise.workloads.controller.model.molmoe.modeling import MolmoeConfig
+from groupwise.workloads.controller.model.molmoe.sizes import is_molmo, read_sizes
+from groupwise.workloads.controller.model.molmoe.tokenizer import read_normalization, read_tokenizer
+from groupwise.workloads.controller.model.molmoe.weights import load_weights
+from groupwise.workloads.controller.model.self_check import check_model
 from groupwise.workloads.controller.tasks import EMBEDDED_MODELS
 from groupwise.workloads.hub import load_from_hub, resolve_model, weights_fingerprint
 
@@ -36,11 +41,13 @@ class LoadedModel:
     adapter: ModelAdapter
     options: KnobOptions
     drop_order_is_measured: bool
-    """False where no importance.json is stored with the model: the drop order is then a guess."""
+    """False where no importance.json is stored with the model: the drop order is then published or a guess."""
     tokenizer: Any = None
     """None where the model came without one."""
     normalization: ImageNormalization | None = None
     """None where the model came without an image processor."""
+    exif_orientation: bool = True
+    """Images are rotated as their EXIF data says."""
     make_front_end: Callable[[LoadedModel], FrontEnd] = TransformersFrontEnd
 
     @cached_property
@@ -54,10 +61,15 @@ class LoadedModel:
 
 
 def load_model(
-    name: str | Path, *, dtype: torch.dtype | str = torch.float32, device: torch.device | str | None = None
+    name: str | Path,
+    *,
+    dtype: torch.dtype | str = torch.float32,
+    device: torch.device | str | None = None,
+    published_crop_rule: bool = False,
 ) -> LoadedModel:
     """An embedded model by its name, or one in a folder or on the hub; by default on the accelerator if there is one.
-    `dtype` "auto" is the one that it was saved in.
+    `dtype` "auto" is the one that it was saved in. `published_crop_rule` is MolmoE's: see `MolmoeModel`. A model that
+    the executor would answer wrongly is refused.
     """
     device = device or default_device()
     if str(name) in EMBEDDED_MODELS:
@@ -65,30 +77,67 @@ def load_model(
         return load(dtype=dtype if isinstance(dtype, torch.dtype) else torch.float32, device=device)
     source = _source(name)
     config = read_config(source)
+    if isinstance(config, MolmoeConfig):
+        config.published_crop_rule = published_crop_rule
+        return _load_molmoe(source, config, dtype, device)
+    if published_crop_rule:
+        raise UserError(
+            f"published_crop_rule is a rule of MolmoE alone, and {source!r} is another model. Leave it out."
+        )
     family = (config.architectures or [type(config).__name__])[0]
     check_family(family, config)
     model = _weights(source, family, dtype).to(device).eval()
+    return _loaded(source, model, _tokenizer(source), _normalization(source))
+
+
+def _load_molmoe(
+    source: str, config: MolmoeConfig, dtype: torch.dtype | str, device: torch.device | str
+) -> LoadedModel:
+    """As published: no code of the folder is run, and nothing is unpickled."""
+    sizes = read_sizes(_config_content(source), f"config.json of {source}")
+    words, processor = _file(source, "tokenizer.json"), _file(source, "preprocessor_config.json")
+    tokenizer = None if words is None else read_tokenizer(words, sizes)
+    normalization = None if processor is None else read_normalization(processor)
+    model = load_weights(sizes, config, partial(_file, source), source=source, dtype=dtype, device=device)
+    return _loaded(source, model, tokenizer, normalization)
+
+
+def _loaded(source: str, model: Any, tokenizer: Any, normalization: ImageNormalization | None) -> LoadedModel:
     adapter, drop_order = adapter_for(model), _drop_order(source)
-    return LoadedModel(
+    loaded = LoadedModel(
         name=source,
         model=model,
         adapter=adapter,
         options=default_options(adapter, drop_order),
         drop_order_is_measured=drop_order is not None,
-        tokenizer=_tokenizer(source),
-        normalization=_normalization(source),
+        tokenizer=tokenizer,
+        normalization=normalization,
     )
+    check_model(loaded)
+    return loaded
 
 
 def read_config(source: str) -> Any:
     """The model's configuration, without its weights."""
+    content = _config_content(source)
+    if is_molmo(content):
+        return MolmoeConfig.of_sizes(read_sizes(content, f"config.json of {source}"))
     return _load(source, lambda: transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+
+
+def _config_content(source: str) -> dict[str, Any]:
+    file = _file(source, "config.json")
+    return {} if file is None else _json(file)
 
 
 def load_text_model(source: str) -> Any:
     """A language model without a vision tower, in the dtype it was saved in."""
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return _load(source, lambda: load(source, dtype="auto")).eval().to(default_device())
+    return (
+        _load(source, lambda: load(source, dtype="auto", use_safetensors=True, trust_remote_code=False))
+        .eval()
+        .to(default_device())
+    )
 
 
 def _source(name: str | Path) -> str:
@@ -110,7 +159,7 @@ def _load(source: str, load: Callable[[], _Result]) -> _Result:
 
 def _weights(source: str, family: str, dtype: torch.dtype | str) -> Any:
     load = getattr(transformers, family).from_pretrained
-    model, info = _load(source, lambda: load(source, dtype=dtype, output_loading_info=True))
+    model, info = _load(source, lambda: load(source, dtype=dtype, output_loading_info=True, use_safetensors=True))
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(
@@ -155,7 +204,7 @@ def _json(file: Path) -> dict[str, Any]:
 def _tokenizer(source: str) -> Any:
     if _file(source, "tokenizer_config.json", "tokenizer.json") is None:
         return None
-    tokenizer = _load(source, lambda: transformers.AutoTokenizer.from_pretrained(source))
+    tokenizer = _load(source, lambda: transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False))
     if tokenizer.chat_template is None and (file := _file(source, "chat_template.json")):
         tokenizer.chat_template = _json(file).get("chat_template")
     return tokenizer
@@ -164,5 +213,7 @@ def _tokenizer(source: str) -> Any:
 def _normalization(source: str) -> ImageNormalization | None:
     if _file(source, "preprocessor_config.json", "processor_config.json") is None:
         return None
-    processor = _load(source, lambda: transformers.AutoImageProcessor.from_pretrained(source, backend="pil"))
+    processor = _load(
+        source, lambda: transformers.AutoImageProcessor.from_pretrained(source, backend="pil", trust_remote_code=False)
+    )
     return ImageNormalization(tuple(processor.image_mean), tuple(processor.image_std))

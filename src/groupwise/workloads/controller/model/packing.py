@@ -25,12 +25,11 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.model.adapters import ModelAdapter
+from groupwise.workloads.controller.model.adapters.base import Rotary
 from groupwise.workloads.controller.model.knobs import WorkCounts
 
 NAME = "groupwise_packed"
 
-Rotary = tuple[Tensor, Tensor]
-"""Cosines and sines of packed tokens."""
 KeysValues = tuple[Float[Tensor, "heads tokens width"], Float[Tensor, "heads tokens width"]]
 AttentionMask = Bool[Tensor, "tokens tokens"]
 """Which tokens (rows) attend to which (columns)."""
@@ -118,6 +117,9 @@ class PackedRows:
     """Keys and values of earlier tokens, when every row is one new token."""
     masks: Sequence[AttentionMask | None] | None = None
     """The attention mask of every row; a row without one is causal, and so are all rows if this is None."""
+    keep_keys_values: bool = False
+    keys_values: tuple[Float[Tensor, "1 heads tokens width"], Float[Tensor, "1 heads tokens width"]] | None = None
+    """What the attention was called with, if it is to be kept."""
 
     @property
     def longest(self) -> int:
@@ -128,6 +130,19 @@ class PackedRows:
         if self.masks is None:
             return ((length, count, None) for length, count in self.layout.equal_length_runs)
         return ((length, 1, mask) for length, mask in zip(self.layout.lengths, self.masks, strict=True))
+
+    def split_keys_values(self) -> list[KeysValues]:
+        """Those of each row."""
+        if self.keys_values is None:
+            raise UserError(
+                "A block of this model has no attention that transformers' attention interface calls: it may be"
+                " recurrent, which the executor does not support. Take another model."
+            )
+        (keys,), (values,) = self.keys_values
+        if len(self.layout.lengths) == 1:
+            return [(keys, values)]
+        lengths = self.layout.lengths
+        return list(zip(keys.split(lengths, dim=1), values.split(lengths, dim=1), strict=True))
 
 
 class BlockKVCache:
@@ -200,6 +215,8 @@ def packed_attention(
             enable_gqa=grouped,
         )
         return attended[:, :, 0].flatten(1)[None].view(1, -1, *query.shape[1::2]), None
+    if packing.keep_keys_values:
+        packing.keys_values = key, value
     parts, start = [], 0
     for length, count, mask in packing.attention_calls():
         q, k, v = (_rows_of_run(states, start, count, length) for states in (query, key, value))
@@ -242,15 +259,16 @@ def per_row_top_k_experts(
 ) -> Float[Tensor, "tokens width"]:
     """Only the token-expert pairs of each token's own top-k, expert by expert on contiguous rows.
 
-    The router has sorted its choices, so a smaller k keeps the first ones. Weights that the model renormalizes are
-    renormalized over the kept ones.
+    A smaller k keeps the best choices, by the rule that `router_rule` has found for this router.
     """
-    packing = current_packing()
+    packing, rule = current_packing(), self.groupwise_rule
     pairs = packing.layout.pairs(top_k_index.shape[1], hidden.device)
     packing.counter.expert_pairs += len(pairs)
-    if getattr(self, "groupwise_renormalize", False):
-        kept_weights = top_k_weights * pairs.kept
-        top_k_weights = kept_weights / kept_weights.sum(1, keepdim=True)
+    if rule is not None and pairs.index is not None:
+        if rule.sorts:
+            top_k_weights, ranks = top_k_weights.sort(dim=1, descending=True, stable=True)
+            top_k_index = top_k_index.gather(1, ranks)
+        top_k_weights = rule.reduce(top_k_weights, pairs.kept)
     expert, order = pairs.select(top_k_index).sort(stable=True)
     ends = torch.searchsorted(expert, _arange(self.num_experts, hidden.device), right=True, out_int32=True)
     rows = hidden.index_select(0, pairs.token.index_select(0, order))
@@ -299,7 +317,8 @@ class BlockRunner:
     def __init__(self, adapter: ModelAdapter):
         self.adapter = adapter
         self._blocks = _copies_with_shared_weights(adapter)
-        self._last_rotary: tuple[Sequence[Tensor], Rotary] | None = None
+        self._layer_types = list(adapter.rotary_layer_types)
+        self._last_rotary: dict[str | None, tuple[Sequence[Tensor], Rotary]] = {}
         self._rotary_of_one = lru_cache(maxsize=64)(self._compute_rotary)
 
     def run(
@@ -318,42 +337,40 @@ class BlockRunner:
         Where this is a row's last block only its last token goes through experts, since only that state is read; the
         other states of the row are not valid. Its keys and values are complete.
         """
-        packing = PackedRows(layout, counter, masks=masks)
-        recorder = _KVRecorder() if keep_keys_values else None
+        packing = PackedRows(layout, counter, masks=masks, keep_keys_values=keep_keys_values)
         packed = rows[0] if len(rows) == 1 else torch.cat(list(rows))
-        output = self._call(block, packed, self._rotary(position_ids, packed), packing, recorder)
+        output = self._call(block, packed, self._rotary(block, position_ids, packed), packing)
         states = (output,) if len(rows) == 1 else output.split(layout.lengths)
-        return states, recorder.split(layout.lengths) if recorder else ()
+        return states, packing.split_keys_values() if keep_keys_values else ()
 
     def step(
         self, block: int, hidden: Float[Tensor, "rows width"], positions: Sequence[int], packing: PackedRows
     ) -> Float[Tensor, "rows width"]:
         """One block on one new token of each row, which attends to the row's KV cache."""
-        return self._call(block, hidden, self._rotary([torch.tensor([positions])], hidden), packing, None)
+        return self._call(block, hidden, self._rotary(block, [torch.tensor([positions])], hidden), packing)
 
-    def _rotary(self, position_ids: Sequence[Int64[Tensor, "axes _"]], hidden: Tensor) -> Rotary:
+    def _rotary(self, block: int, position_ids: Sequence[Int64[Tensor, "axes _"]], hidden: Tensor) -> Rotary:
         """Consecutive blocks mostly run the same rows; and one row's positions come again with the next request."""
-        last = self._last_rotary  # read once: another thread may replace it
+        layer_type, last = self._layer_types[block], self._last_rotary.get(self._layer_types[block])
         if last is not None and len(last[0]) == len(position_ids) and all(map(is_, last[0], position_ids)):
             return last[1]
         if len(position_ids) == 1:
             ids = position_ids[0]
-            rotary = self._rotary_of_one(ids.numpy().tobytes(), len(ids), hidden.dtype, hidden.device)
+            rotary = self._rotary_of_one(ids.numpy().tobytes(), len(ids), layer_type, hidden.dtype, hidden.device)
         else:
-            rotary = self.adapter.rotary(torch.cat(list(position_ids), dim=1))
-        self._last_rotary = tuple(position_ids), rotary
+            rotary = self.adapter.rotary(torch.cat(list(position_ids), dim=1), layer_type)
+        self._last_rotary[layer_type] = tuple(position_ids), rotary
         return rotary
 
-    def _compute_rotary(self, position_ids: bytes, axes: int, *_: object) -> Rotary:
+    def _compute_rotary(self, position_ids: bytes, axes: int, layer_type: str | None, *_: object) -> Rotary:
         """Cached also by dtype and device, which the model may change."""
-        return self.adapter.rotary(torch.frombuffer(bytearray(position_ids), dtype=torch.int64).view(axes, -1))
+        ids = torch.frombuffer(bytearray(position_ids), dtype=torch.int64).view(axes, -1)
+        return self.adapter.rotary(ids, layer_type)
 
-    def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: PackedRows, recorder: Any) -> Tensor:
+    def _call(self, block: int, hidden: Tensor, rotary: Rotary, packing: PackedRows) -> Tensor:
         packing.counter.block_rows += len(packing.layout.lengths)
         with packed_rows(packing):
-            output = self._blocks[block](
-                hidden[None], position_embeddings=rotary, attention_mask=None, past_key_values=recorder
-            )
+            output = self._blocks[block](hidden[None], position_embeddings=rotary, attention_mask=None)
         return (output if isinstance(output, Tensor) else output[0])[0]
 
 
@@ -366,21 +383,3 @@ def _copies_with_shared_weights(adapter: ModelAdapter) -> list[nn.Module]:
         hooks = [value for name, value in vars(module).items() if name.startswith("_forward_")]
         shared |= {id(kept): kept for kept in (*module.parameters(False), *module.buffers(False), *hooks)}
     return [deepcopy(block, shared) for block in adapter.blocks]
-
-
-class _KVRecorder:
-    """Stands in for a KV cache: returns keys and values unchanged, and records them."""
-
-    keys: Tensor
-    values: Tensor
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = keys, values
-        return keys, values
-
-    def split(self, lengths: tuple[int, ...]) -> list[KeysValues]:
-        """Those of each row."""
-        keys, values = self.keys[0], self.values[0]
-        if len(lengths) == 1:
-            return [(keys, values)]
-        return list(zip(keys.split(lengths, dim=1), values.split(lengths, dim=1), strict=True))

@@ -9,7 +9,14 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from groupwise.workloads.controller.model.adapters.base import overview_pixels
-from groupwise.workloads.controller.model.executor import Executor, PrefixItem, PrefixStates, PromptKey, image_key
+from groupwise.workloads.controller.model.executor import (
+    Executor,
+    PrefixItem,
+    PrefixStates,
+    PromptKey,
+    image_key,
+    mean_embedding,
+)
 from groupwise.workloads.controller.task import Question
 
 
@@ -45,7 +52,7 @@ class HiddenStateCache:
         for question in questions:
             ids = question.sample.question_ids
             if ids not in self._embeddings:
-                self._embeddings[ids] = mean_embedding(self.executor, ids)
+                self._embeddings[ids] = mean_embedding(self.executor.adapter.embed(torch.tensor(ids)))
         return torch.stack([self._embeddings[question.sample.question_ids] for question in questions])
 
     def overviews(self, questions: Sequence[Question]) -> Float[Tensor, "rows pixels"]:
@@ -93,8 +100,3 @@ class HiddenStateCache:
             key: torch.stack([by_position[position] for position in positions])
             for key, by_position in states.latency_tokens.items()
         }
-
-
-def mean_embedding(executor: Executor, ids: Sequence[int]) -> Float[Tensor, " width"]:
-    """The mean embedding of these tokens, on the CPU; nothing is trained through it, so call it without gradients."""
-    return executor.adapter.embed(torch.tensor(ids)).mean(0, dtype=torch.float32).cpu()

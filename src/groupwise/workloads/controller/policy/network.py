@@ -24,6 +24,10 @@ MASKED_LOGIT = -1e4
 """Logit of an option that may not be chosen: its probability is exactly 0, and 0 x log 0 stays 0."""
 
 
+Affine = tuple[Float[Tensor, "outputs inputs"], Float[Tensor, " outputs"]]
+"""Weight and bias."""
+
+
 class BudgetEncoder(nn.Module):
     """A relative budget, from 0 (the cheapest configuration) to 1 (the full one), as sinusoids through an MLP.
 
@@ -129,7 +133,8 @@ class FusedNetwork:
     """A copy of a ControllerNetwork for one row at a time, in float32 on the CPU.
 
     At this size the calls take the time, not the arithmetic: the heads of a stage are concatenated, everything that
-    depends on the budget alone is computed once per budget, and the rest is a few matrix-vector products.
+    depends on the budget alone is computed once per budget, and the rest is a few matrix-vector products with tensors
+    that are at hand.
     """
 
     def __init__(self, network: ControllerNetwork):
@@ -137,33 +142,37 @@ class FusedNetwork:
         self.sees_overview = network.sees_overview
         one, two = self._network.stage_one, self._network.stage_two
         join_question, self._join_budget = one.join.weight.split(STAGE_ONE_DIM, dim=1)
+        self._prompt = _parameters(one.prompt)
+        self._overview = None if one.overview is None else one.overview.weight.data
         self._join_question = join_question.contiguous()
         self._heads_one = _concat_heads(one.tier, one.insertion, STAGE_ONE_DIM)
+        self._token, self._join_two = two.token.weight.data, _parameters(two.join)
         self._heads_two = _concat_heads(two.top_k, two.blocks, STAGE_TWO_DIM)
+        self._tiers, self._top_ks = one.tier.options, two.top_k.options
         self._terms: dict[float, tuple[Tensor, Sequence[Tensor]]] = {}
 
     def stage_one(
         self, question: Float[Tensor, " width"], overview: Float[Tensor, " pixels"] | None, budget: float
     ) -> tuple[list[float], list[float]]:
         """Logits of the tiers and of the insertion positions."""
-        stage, (budget_term, _) = self._network.stage_one, self._budget_terms(budget)
-        prompt = torch.addmv(stage.prompt.bias, stage.prompt.weight, normalize_features(question))
-        if stage.overview is not None:
+        budget_term, _ = self._budget_terms(budget)
+        prompt = _affine(self._prompt, normalize_features(question))
+        if self._overview is not None:
             assert overview is not None, "stage one looks"
-            prompt.addmv_(stage.overview.weight, overview)
+            prompt.addmv_(self._overview, overview)
         hidden = torch.addmv(budget_term, self._join_question, prompt.relu_())
-        weight, bias = self._heads_one
-        return _split_scores(torch.addmv(bias, weight, hidden.relu_()), stage.tier.options)
+        scores = _affine(self._heads_one, hidden.relu_()).tolist()
+        return scores[: self._tiers], scores[self._tiers :]
 
     def stage_two(
         self, token: Float[Tensor, " width"], position: int, budget: float
     ) -> tuple[list[float], list[float]]:
         """Logits of the top-ks and of the block totals. `position` is the index of the insertion position."""
-        stage, (_, budget_terms) = self._network.stage_two, self._budget_terms(budget)
-        mixed = torch.addmv(budget_terms[position], stage.token.weight, normalize_features(token))
-        hidden = torch.addmv(stage.join.bias, stage.join.weight, mixed.relu_())
-        weight, bias = self._heads_two
-        return _split_scores(torch.addmv(bias, weight, hidden.relu_()), stage.top_k.options)
+        _, budget_terms = self._budget_terms(budget)
+        mixed = torch.addmv(budget_terms[position], self._token, normalize_features(token))
+        hidden = _affine(self._join_two, mixed.relu_())
+        scores = _affine(self._heads_two, hidden.relu_()).tolist()
+        return scores[: self._top_ks], scores[self._top_ks :]
 
     def _budget_terms(self, budget: float) -> tuple[Float[Tensor, " stage_one"], Sequence[Float[Tensor, " stage_two"]]]:
         """What a budget adds to the second layer of stage one, and to the first layer of stage two by position."""
@@ -175,17 +184,21 @@ class FusedNetwork:
         return self._terms[budget]
 
 
-def _concat_heads(first: OptionHead, second: OptionHead, width: int) -> tuple[Tensor, Tensor]:
-    """Weight and bias of two heads as one; a single option has logit 0."""
+def _parameters(layer: nn.Linear) -> Affine:
+    return layer.weight.data, layer.bias.data
+
+
+def _affine(parameters: Affine, features: Float[Tensor, " inputs"]) -> Float[Tensor, " outputs"]:
+    weight, bias = parameters
+    return torch.addmv(bias, weight, features)
+
+
+def _concat_heads(first: OptionHead, second: OptionHead, width: int) -> Affine:
+    """Two heads as one; a single option has logit 0."""
     single = torch.zeros(1, width), torch.zeros(1)
-    parts = [single if head.linear is None else (head.linear.weight, head.linear.bias) for head in (first, second)]
+    parts = [single if head.linear is None else _parameters(head.linear) for head in (first, second)]
     weights, biases = zip(*parts, strict=True)
     return torch.cat(weights), torch.cat(biases)
-
-
-def _split_scores(scores: Float[Tensor, " options"], first: int) -> tuple[list[float], list[float]]:
-    values = scores.tolist()
-    return values[:first], values[first:]
 
 
 def parameter_counts(network: nn.Module) -> dict[str, int]:

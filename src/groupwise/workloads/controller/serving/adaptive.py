@@ -6,27 +6,26 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from threading import Lock
 from typing import Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from groupwise.core.errors import UserError, require
 from groupwise.dist.process import keep_heap_memory
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.pace import Pace
 from groupwise.latency.records import IMAGE, PREFILL, QUEUE, EstimatedLatency, Timing
-from groupwise.workloads.controller.conditions import full_configuration, relative_budgets
 from groupwise.workloads.controller.config import Budget, infeasible_budget_error
-from groupwise.workloads.controller.latency.estimates import (
-    KnobLatencyEstimator,
-    KnobLatencyModel,
-    KnobTable,
-)
+from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
 from groupwise.workloads.controller.latency.source import profile_samples, recalibrate
 from groupwise.workloads.controller.model.executor import Executor
-from groupwise.workloads.controller.model.inputs import ImageInput, prompt_length
+from groupwise.workloads.controller.model.images import ImageInput, check_image, read_image
+from groupwise.workloads.controller.model.inputs import TransformersFrontEnd, prompt_length
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.model.load import LoadedModel
 from groupwise.workloads.controller.policy.network import ControllerNetwork
@@ -37,14 +36,9 @@ from groupwise.workloads.controller.serving.files import (
     load_controller,
     save_controller,
 )
+from groupwise.workloads.controller.serving.limits import BudgetLimit, budget_limit
 from groupwise.workloads.controller.serving.paced import PacedEstimates, Spent, cut_ms
-from groupwise.workloads.controller.serving.server import (
-    BudgetLimit,
-    ControllerServer,
-    ServedAnswer,
-    ServedTimer,
-    budget_limit,
-)
+from groupwise.workloads.controller.serving.server import ControllerServer, ServedAnswer, ServedTimer
 from groupwise.workloads.controller.task import Question
 
 QUESTION = "{question}"
@@ -245,31 +239,31 @@ class AdaptiveModel:
         return self._server.serve(requests)
 
     def _check_feasible(self, question: Question, budget_ms: float) -> None:
-        fitted_ms, now_ms = self._estimates.fitted_bound_ms(question), self._estimates.bound_ms(question)
-        bound_ms = min(fitted_ms, now_ms, key=lambda table: table.min().item())
-        if not (bound_ms <= budget_ms).any():
+        bounds = min(
+            self._estimates.fitted_bounds(question), self._estimates.bounds(question), key=lambda at: at.cheapest_ms
+        )
+        if bounds.cheapest_ms > budget_ms:
             raise infeasible_budget_error(
                 Budget(budget_ms, "ms", self.settings.budget.scope),
                 budget_ms,
-                float(bound_ms.min()),
-                full_configuration(bound_ms).item(),
+                bounds.cheapest_ms,
+                bounds.full_ms,
                 remedy="best_effort=True",
             )
 
     def _limit(self, question: Question, left_ms: float) -> BudgetLimit:
         """The time that is left, at the present pace."""
-        bound_ms = self._estimates.bound_ms(question)
-        relative_budget = self._relative_budget(bound_ms, left_ms)
-        return budget_limit(bound_ms, left_ms, relative_budget, is_hard=self.settings.budget.is_hard)
+        bounds = self._estimates.bounds(question)
+        relative_budget = self._trained_budget(bounds.relative_budget(left_ms))
+        return budget_limit(bounds, left_ms, relative_budget, is_hard=self.settings.budget.is_hard)
 
-    def _relative_budget(self, bound_ms: KnobTable, budget_ms: float) -> float:
+    def _trained_budget(self, relative_budget: float) -> float:
         """The nearest budget that the network was trained on: beyond the largest one, what it learned for that one is
         better than extrapolation. A smaller soft budget is given as it is, since only the network keeps it; a hard one
         is kept by its limit. In steps, since the server keeps what it computes for a budget.
         """
-        budget = relative_budgets(bound_ms[None], torch.tensor([[budget_ms]], dtype=torch.float64)).item()
         smallest, largest = self.settings.trained_budget_range
-        budget = round(budget * _BUDGET_STEPS) / _BUDGET_STEPS
+        budget = round(relative_budget * _BUDGET_STEPS) / _BUDGET_STEPS
         return min(max(budget, smallest) if self.settings.budget.is_hard else budget, largest)
 
     def _now_ms(self) -> float:
@@ -291,9 +285,18 @@ def make_question(image: ImageInput, text: str, loaded: LoadedModel, *, prompt: 
     """A question without a known answer."""
     if not isinstance(text, str) or not text.strip():
         raise UserError(f"The question is {text!r}: ask something about the image, in words.")
-    sample = loaded.front_end.sample(image, prompt.replace(QUESTION, text))
+    given = image if isinstance(loaded.front_end, TransformersFrontEnd) else _path_image_or_pixels(image)
+    sample = loaded.front_end.sample(given, prompt.replace(QUESTION, text))
     lengths = {tier: prompt_length(loaded.adapter, sample, tier) for tier in loaded.options.crops_by_tier}
     return Question(sample, text, (), lengths, image=str(image) if isinstance(image, Path | str) else "")
+
+
+def _path_image_or_pixels(image: ImageInput) -> ImageInput:
+    """What the front ends of tasks take; they check pixels themselves."""
+    if isinstance(image, Tensor | np.ndarray):
+        return image
+    checked = check_image(image)
+    return read_image(checked) if isinstance(checked, BytesIO) else checked
 
 
 def _check_budgets(budgets_ms: Sequence[float], *, best_effort: bool) -> None:

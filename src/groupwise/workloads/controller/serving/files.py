@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import parse_json
 from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
@@ -140,9 +141,14 @@ def load_controller(
 ) -> tuple[LoadedModel, ControllerSettings, ControllerNetwork]:
     """The frozen model (loaded by the name in config.json unless it is given), the settings and the network."""
     config = _read_config(folder)
+    source = _source(config)
     if not isinstance(model, LoadedModel):
-        source = _source(config)
-        model = load_model(model or source.model, dtype=getattr(torch, source.dtype))
+        model = load_model(
+            model or source.model,
+            dtype=getattr(torch, source.dtype),
+            published_crop_rule=source.published_crop_rule,
+        )
+    model = replace(model, exif_orientation=source.exif_orientation)
     settings = read_settings(folder, config, model, estimator=estimator, allow_mismatch=allow_mismatch)
     return model, settings, load_policy(weights, settings)
 
@@ -156,7 +162,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
             " folder to AdaptiveModel.load()."
         )
     try:
-        config = json.loads(file.read_text())
+        config = parse_json(file.read_bytes())
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}). Restore it, or save the controller again.") from error
     if not isinstance(config, dict) or config.get("model_type") != _MODEL_TYPE:
@@ -197,7 +203,7 @@ def read_settings(
 
 
 def _source(config: Mapping[str, Any]) -> ModelSource:
-    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource)})
+    return ModelSource(**{entry.name: config[entry.name] for entry in fields(ModelSource) if entry.name in config})
 
 
 def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from groupwise.latency.pace import BatchPaces, Pace
 from groupwise.latency.records import DECODE, IMAGE, QUEUE, EstimatedLatency, Timing
 from groupwise.workloads.controller.latency.estimates import (
-    KnobTable,
     LatencyTableCache,
     ProportionalEstimator,
     within_scope,
@@ -19,6 +16,7 @@ from groupwise.workloads.controller.model.adapters import Sample
 from groupwise.workloads.controller.model.images import LazyCrops
 from groupwise.workloads.controller.model.knobs import Knobs
 from groupwise.workloads.controller.serving.files import ControllerSettings
+from groupwise.workloads.controller.serving.limits import LeastBounds, PacedBounds
 from groupwise.workloads.controller.task import Question
 
 _CUT_MS_PER_MEGAPIXEL = 5.0
@@ -63,6 +61,7 @@ class PacedEstimates:
     def __init__(self, settings: ControllerSettings):
         self._estimator, self._options, self._budget = settings.estimator, settings.options, settings.budget
         self._cache = LatencyTableCache(settings.estimator, settings.options, settings.budget.scope)
+        self._least: dict[tuple[int, ...], LeastBounds] = {}
         self._paces, self._cutting = BatchPaces(), Pace()
 
     @property
@@ -75,17 +74,22 @@ class PacedEstimates:
         """False where the estimator knows proportions only."""
         return not isinstance(self._estimator, ProportionalEstimator)
 
-    def fitted_bound_ms(self, question: Question) -> KnobTable:
-        """What is compared with a budget, for each configuration, at the pace that the estimator was fitted at."""
-        return self._cache.tables(question.prompt_tokens).bound_ms(is_hard=self._budget.is_hard)
+    def fitted_bounds(self, question: Question) -> PacedBounds:
+        """What is compared with a budget, at the pace that the estimator was fitted at."""
+        return PacedBounds(self._least_bounds(question))
 
-    def bound_ms(self, question: Question) -> KnobTable:
+    def bounds(self, question: Question) -> PacedBounds:
         """The same for one request alone at the present pace, with cutting its image."""
-        cutting_ms = torch.tensor(
-            [_cutting_ms(question.sample, tier) for tier in self._options.crops_by_tier], dtype=torch.float64
-        )
-        fitted_ms = self.fitted_bound_ms(question)
-        return self._factor(self.pace) * fitted_ms + self._factor(self._cutting) * cutting_ms.view(-1, 1, 1, 1)
+        factor = self._factor(self._cutting)
+        cutting_ms = [factor * _cutting_ms(question.sample, tier) for tier in self._options.crops_by_tier]
+        return PacedBounds(self._least_bounds(question), self._factor(self.pace), cutting_ms)
+
+    def _least_bounds(self, question: Question) -> LeastBounds:
+        lengths = tuple([question.prompt_tokens[tier] for tier in self._options.crops_by_tier])
+        if lengths not in self._least:
+            tables = self._cache.tables(question.prompt_tokens)
+            self._least[lengths] = LeastBounds(tables.bound_ms(is_hard=self._budget.is_hard))
+        return self._least[lengths]
 
     def of_call(self, questions: Sequence[Question], knobs: Sequence[Knobs], spent: Spent) -> CallEstimate:
         pace, asked = self._paces.of(len(questions)), list(zip(questions, knobs, strict=True))

@@ -36,20 +36,25 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainedPartsConfi
             setting="workload.train.lora_targets",
         )
         return partial(without_lora, transformer)
-    if config.part == "all":
-        if transformer.dtype not in (torch.float32, torch.float64):
-            raise UserError(
-                f"workload.train.part is 'all' and the transformer is in {transformer.dtype}: small updates would be"
-                " rounded away. Load it in float32, or train 'lora' or 'camera', which are kept in float32."
-            )
-        transformer.requires_grad_(True)
-    else:
-        layers = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
-        if not layers:
-            raise UserError("workload.train.part is 'camera', but this transformer has no camera layers. Take 'lora'.")
-        for weight in layers.values():
-            weight.requires_grad_(True)
+    if config.part != "camera" and transformer.dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            f"workload.train.part is '{config.part}' and the transformer is in {transformer.dtype}: small updates would"
+            " be rounded away. Load it in float32, or train 'lora' or 'camera', which are kept in float32."
+        )
+    for weight in _trained_weights(transformer, config.part):
+        weight.requires_grad_(True)
     return InitialWeights(transformer).swapped_in
+
+
+def _trained_weights(transformer: ModelMixin, part: str) -> list[nn.Parameter]:
+    if part == "all":
+        return list(transformer.parameters())
+    layers = camera_weights(transformer) if isinstance(transformer, WanTransformer3DModel) else {}
+    if not layers:
+        raise UserError(f"workload.train.part is '{part}', but this transformer has no camera layers. Take 'lora'.")
+    if part == "camera":
+        return list(layers.values())
+    return [weight for name, weight in transformer.named_parameters() if ".attn1." in name]
 
 
 class InitialWeights:
@@ -81,6 +86,10 @@ class InitialWeights:
 
 def enable_gradient_checkpointing(transformer: nn.Module) -> None:
     """diffusers' gradient checkpointing: blocks are recomputed in the backward pass."""
+    if isinstance(transformer, nn.ModuleDict):
+        for each in transformer.values():
+            enable_gradient_checkpointing(each)
+        return
     if not isinstance(transformer, ModelMixin):
         raise UserError(
             f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"

@@ -6,7 +6,8 @@ window's first step, so their velocity is computed once per group until then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import normal
-from groupwise.workloads.flow.sampling.schedule import SamplingConfig, noise_levels, window_at
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, window_at
 from groupwise.workloads.flow.sampling.steppers import (
     STEPPERS,
     NoiseInterval,
@@ -55,15 +56,15 @@ class Denoiser:
     """The denoising steps of one training step's rollouts."""
 
     config: SamplingConfig
+    levels: Sequence[float]
+    """Noise levels from 1 to 0, one more than there are steps."""
     latent_shape: tuple[int, ...]
-    window: range
     device: torch.device
+    window: range = range(0)
 
-    @classmethod
-    def for_step(
-        cls, config: SamplingConfig, training_step: int, latent_shape: tuple[int, ...], device: torch.device
-    ) -> Self:
-        return cls(config, latent_shape, window_at(config, training_step), device)
+    def at_step(self, training_step: int) -> Self:
+        """With the window of a training step."""
+        return replace(self, window=window_at(self.config, training_step))
 
     def initial_noise(self, rows: RolloutRows) -> Tensor:
         """Each member's own noise, or its group's."""
@@ -88,7 +89,7 @@ class Denoiser:
 
     def denoise_from_window(self, latents: Tensor, velocity: Velocity) -> Tensor:
         """The deterministic steps after the window."""
-        return self._deterministic(latents, range(self.window.stop, self.config.num_inference_steps), velocity)
+        return self._deterministic(latents, range(self.window.stop, len(self.levels) - 1), velocity)
 
     def shared_start(self, group: Int64[Tensor, " rows"], index: int) -> Int64[Tensor, " rows"] | None:
         """The groups whose rows have equal latents before step `index` of the window; None where none have."""
@@ -104,21 +105,22 @@ class Denoiser:
         if shared is not None:
             first_rows, index = first_row_of_each(shared)
             once = self.transition(latents[first_rows], velocity.select(first_rows), steps[first_rows])
-            return Transition(once.mean[index], once.std[index])
-        levels = torch.tensor(noise_levels(self.config))
+            return replace(once, mean=once.mean[index], std=once.std[index])
+        levels = torch.tensor(self.levels)
         sigma, sigma_next = levels[steps].to(latents), levels[steps + 1].to(latents)
         interval = NoiseInterval(sigma, sigma_next, self.config.eta, float(levels[1]))
         return STEPPERS[self.config.stepper](latents, velocity(latents, sigma), interval)
 
     def predict_clean(self, latents: Tensor, velocity: Velocity, steps: Tensor) -> Tensor:
         """The clean latents that the policy predicts before these steps: x - sigma velocity."""
-        sigma = torch.tensor(noise_levels(self.config))[steps].to(latents)
+        sigma = torch.tensor(self.levels)[steps].to(latents)
         return latents - sigma.view(-1, *[1] * (latents.ndim - 1)) * velocity(latents, sigma)
 
     def _deterministic(self, latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
-        levels = noise_levels(self.config)
         for step in steps:
-            sigma, sigma_next = (torch.full((len(latents),), level).to(latents) for level in levels[step : step + 2])
+            sigma, sigma_next = (
+                torch.full((len(latents),), level).to(latents) for level in self.levels[step : step + 2]
+            )
             latents = ode(latents, velocity(latents, sigma), NoiseInterval(sigma, sigma_next, 0.0, 0.0)).mean
         return latents
 

@@ -35,10 +35,12 @@ class SamplingConfig:
 
     num_inference_steps: int = 10
     """Denoising steps of a rollout."""
-    shift: float = 1.0
-    """Values above 1 spend more steps at high noise levels: sigma -> shift sigma / (1 + (shift - 1) sigma)."""
-    stepper: Literal["flow_sde", "dance_sde", "cps"] = "flow_sde"
-    """How a step in the window is sampled."""
+    shift: float | None = None
+    """Values above 1 spend more steps at high noise levels: sigma -> shift sigma / (1 + (shift - 1) sigma), of levels
+    from 1 to 0 in equal steps. None for the schedule of the pipeline."""
+    stepper: Literal["flow_sde", "dance_sde", "cps", "cps_distance"] = "flow_sde"
+    """How a step in the window is sampled. `cps_distance` samples as `cps` does and scores as its authors do, by minus
+    the squared distance to the mean, which is no log-prob: their clip ranges (1e-5) are for it."""
     eta: float = 0.7
     """How much noise such a step adds: usually 0.7 for flow_sde, 0.3 for dance_sde, 0.8 for cps."""
     guidance_scale: float = 1.0
@@ -55,10 +57,10 @@ class SamplingConfig:
         require(
             steps >= 2, "workload.sampling.num_inference_steps", steps, "at least 2: the last step is never trained"
         )
-        require(self.shift > 0, "workload.sampling.shift", self.shift, "above 0")
+        require(self.shift is None or self.shift > 0, "workload.sampling.shift", self.shift, "above 0")
         require(self.eta > 0, "workload.sampling.eta", self.eta, "above 0: without noise there is nothing to compare")
-        if self.stepper == "cps":
-            require(self.eta < 1, "workload.sampling.eta", self.eta, "below 1 for cps")
+        if self.stepper in ("cps", "cps_distance"):
+            require(self.eta < 1, "workload.sampling.eta", self.eta, f"below 1 for {self.stepper}")
         if window.kind == "sliding":
             rule = f"at most {steps - 1}, because the last of sampling.num_inference_steps {steps} is not trained"
             require(window.size < steps, "workload.sampling.window.size", window.size, rule)
@@ -67,11 +69,11 @@ class SamplingConfig:
         )
 
 
-def noise_levels(config: SamplingConfig) -> list[float]:
-    """From 1 to 0, one more than there are steps."""
-    steps = config.num_inference_steps
+def noise_levels(config: SamplingConfig, steps: int | None = None) -> list[float]:
+    """From 1 to 0, one more than there are steps: those of the config, or `steps`. Without a shift in equal steps."""
+    steps, shift = steps or config.num_inference_steps, config.shift or 1.0
     uniform = [1 - step / steps for step in range(steps + 1)]
-    return [config.shift * sigma / (1 + (config.shift - 1) * sigma) for sigma in uniform]
+    return [shift * sigma / (1 + (shift - 1) * sigma) for sigma in uniform]
 
 
 def window_at(config: SamplingConfig, training_step: int) -> range:

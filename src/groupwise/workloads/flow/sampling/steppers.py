@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float
@@ -38,8 +38,12 @@ class Transition:
     mean: Latents
     std: Levels
     """0 where the step is deterministic."""
+    scored_by_distance: bool = False
+    """Score samples by minus the squared distance to the mean instead of by the log-prob."""
 
 
+_ALMOST_NOISE = 1 - 1e-4
+"""Levels above it are noise: some schedules begin at 1 - 1e-6, where sigma / (1 - sigma) would be a million."""
 Stepper = Callable[[Latents, Latents, NoiseInterval], Transition]
 
 
@@ -53,7 +57,7 @@ def flow_sde(x: Latents, velocity: Latents, interval: NoiseInterval) -> Transiti
 
     mean = x (1 + s^2 dt / (2 sigma)) + velocity (1 + s^2 (1 - sigma) / (2 sigma)) dt; std = s sqrt(-dt).
     """
-    clean_share = torch.where(interval.sigma == 1, 1 - interval.sigma_after_first, 1 - interval.sigma)
+    clean_share = torch.where(interval.sigma > _ALMOST_NOISE, 1 - interval.sigma_after_first, 1 - interval.sigma)
     return _sde(x, velocity, interval, interval.eta * (interval.sigma / clean_share).sqrt())
 
 
@@ -74,7 +78,21 @@ def cps(x: Latents, velocity: Latents, interval: NoiseInterval) -> Transition:
     return Transition(mean, interval.sigma_next * math.sin(interval.eta * math.pi / 2))
 
 
-STEPPERS: dict[str, Stepper] = {"flow_sde": flow_sde, "dance_sde": dance_sde, "cps": cps, "ode": ode}
+def cps_distance(x: Latents, velocity: Latents, interval: NoiseInterval) -> Transition:
+    """cps with the score of its authors' code: -|sample - mean|^2, without std and constants.
+
+    Relative to the log-prob a step counts 2 std^2 times as much, so the clip ranges of the two differ, too.
+    """
+    return replace(cps(x, velocity, interval), scored_by_distance=True)
+
+
+STEPPERS: dict[str, Stepper] = {
+    "flow_sde": flow_sde,
+    "dance_sde": dance_sde,
+    "cps": cps,
+    "cps_distance": cps_distance,
+    "ode": ode,
+}
 
 
 def _sde(x: Latents, velocity: Latents, interval: NoiseInterval, noise_scale: Levels) -> Transition:
@@ -92,8 +110,10 @@ def sample_transition(transition: Transition, noise: Latents) -> Latents:
 
 def transition_logprob(following: Latents, transition: Transition) -> Levels:
     """Log-prob of the following latents, averaged over their elements: hence clip ranges of 1e-3 and less."""
-    std = _broadcast(transition.std, following)
-    density = -((following.detach() - transition.mean) ** 2) / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
+    std, distance = _broadcast(transition.std, following), (following.detach() - transition.mean) ** 2
+    if transition.scored_by_distance:
+        return -distance.flatten(1).mean(1)
+    density = -distance / (2 * std**2) - std.log() - math.log(2 * math.pi) / 2
     return density.flatten(1).mean(1)
 
 

@@ -1,4 +1,4 @@
-"""Tasks on models from pipeline folders (Wan with camera layers, Stable Diffusion 3), with conditions from files.
+"""Tasks on models from pipeline folders (Wan, Wan with camera layers, image models), with conditions from files.
 
 No torch here.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
+from groupwise.workloads.flow.image_memory import image_architecture
 from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config, read_wan_architecture
 from groupwise.workloads.flow.sampling.schedule import window_at
 
@@ -25,11 +26,16 @@ if TYPE_CHECKING:
     from groupwise.workloads.flow.models.base import FlowModel
     from groupwise.workloads.flow.task import Condition, FlowTask
 
+_IMAGE_TEXT_TOKENS = {"sd3": 333, "flux": 512, "qwen-image": 512}
+"""Tokens of a prompt as the pipelines encode it; Stable Diffusion 3 joins 77 of CLIP and 256 of T5."""
+
 
 @dataclass(frozen=True)
 class PipelineConfig(FlowConfig):
     """A model from a pipeline folder, trained on conditions from a file."""
 
+    gradient_checkpointing: bool = True
+    """Keep only the blocks' inputs for the backward pass and recompute the rest: less memory, the same result."""
     pipeline: Path | None = None
     """Folder of the pipeline: transformer, text encoder, VAE."""
     data: Path | None = None
@@ -51,11 +57,17 @@ class PipelineConfig(FlowConfig):
     """The prompt that guidance leads away from."""
     train: TrainedPartsConfig = field(default_factory=TrainedPartsConfig)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("height", "width"):
+            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
 
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.rewards.load import load_reward_functions
+        from groupwise.workloads.flow.images import draw_movie, draw_sheet
         from groupwise.workloads.flow.task import FlowTask
 
         for name in ("pipeline", "data"):
@@ -64,23 +76,68 @@ class PipelineConfig(FlowConfig):
         assert self.pipeline is not None
         assert self.data is not None
         rewards = load_reward_functions(self.rewards)
+        is_video = isinstance(self, WanConfig | RecamConfig)
         notes: list[str] = []
         return FlowTask(
             model=self.model(self.pipeline, device),
             conditions=self._read("data", notes),
             held_out=self._read("held_out", notes) if self.held_out else [],
             rewards=rewards,
+            images={"clips.png": draw_sheet, "clips.gif": draw_movie} if is_video else {"images.png": draw_sheet},
+            num_images=2 if is_video else 8,
             notes=notes,
         )
 
     def _read(self, name: Literal["data", "held_out"], notes: list[str]) -> list[Condition]:
-        from groupwise.workloads.flow.data import read_conditions
+        from groupwise.workloads.flow.data import ClipFormat, read_conditions
 
         row_filter = RowFilter(self.on_bad_row, "--workload.on-bad-row")
-        conditions = read_conditions(str(getattr(self, name)), row_filter, size=(self.height, self.width))
+        clips = ClipFormat((self.height, self.width), getattr(self, "frames", None))
+        conditions = read_conditions(str(getattr(self, name)), row_filter, clips)
         if row_filter.skipped:
             notes.append(f"rows of {name} skipped: {format_counts(row_filter.skipped)}; {len(conditions)} are left")
         return conditions
+
+
+@dataclass(frozen=True)
+class WanConfig(PipelineConfig):
+    """Wan 2.1 and 2.2: clips from prompts, or from prompts and an image (the row's `video`)."""
+
+    frames: int = 81
+    """Frames of the generated clips: 1 + a multiple of 4, of which the VAE makes (frames - 1) / 4 + 1 latent frames."""
+    height: int = 480
+    """Height of the generated clips, in pixels."""
+    width: int = 832
+    """Width of the generated clips, in pixels."""
+    low_noise_guidance_scale: float | None = None
+    """Guidance of Wan 2.2's transformer for low noise levels; None for sampling.guidance_scale."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
+        if self.low_noise_guidance_scale is not None:
+            scale, rule = self.sampling.guidance_scale, "other than 1 where workload.low_noise_guidance_scale is given"
+            require(scale != 1, "workload.sampling.guidance_scale", scale, rule)
+
+    def memory_model(self) -> FlowMemory:
+        """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
+        return _wan_memory(self, camera_layers=False)
+
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
+        return _trace(self, spec)
+
+    def model(self, folder: Path, device: torch.device) -> FlowModel:
+        from groupwise.workloads.flow.models.wan import ClipSize, WanModel
+
+        return WanModel(
+            folder,
+            ClipSize(self.frames, self.height, self.width),
+            train=self.train,
+            device=device,
+            dtype=self.dtype,
+            negative_prompt=self.negative_prompt,
+            low_noise_guidance_scale=self.low_noise_guidance_scale,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,34 +152,19 @@ class RecamConfig(PipelineConfig):
     width: int = 832
     """Width of the generated clips, in pixels."""
     camera_layers: Path | None = None
-    """Trained camera layers (safetensors); None starts from layers that leave the base model unchanged."""
+    """Trained camera layers: ReCamMaster's .ckpt, a .safetensors file, or a checkpoint folder of a run; None starts
+    from layers that leave the base model unchanged."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
 
     def memory_model(self) -> FlowMemory:
         """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
-        if self.pipeline is None:
-            raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
-        latent = (16, (self.frames - 1) // 4 + 1, self.height // 8, self.width // 8)
-        return FlowMemory(
-            read_wan_architecture(self.pipeline),
-            latent,
-            len(window_at(self.sampling, 0)),
-            pixels=3 * self.frames * self.height * self.width,
-            guided=self.sampling.guidance_scale != 1,
-            shared_noise=self.sampling.shared_noise,
-            decode_rows=self.encode_rows,
-            checkpointing=self.gradient_checkpointing,
-            lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
-            camera_only=self.train.part == "camera",
-            dtype_bytes=2 if self.dtype == "bfloat16" else 4,
-            storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
-        )
+        return _wan_memory(self, camera_layers=True)
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        from groupwise.workloads.flow.trace import trace_flow
-
-        memory = self.memory_model()
-        assert self.pipeline is not None
-        return trace_flow(read_transformer_config(self.pipeline), self.train, memory, spec)
+        return _trace(self, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
@@ -139,17 +181,81 @@ class RecamConfig(PipelineConfig):
 
 
 @dataclass(frozen=True)
-class Sd3Config(PipelineConfig):
-    """Stable Diffusion 3: images from prompts."""
+class ImageConfig(PipelineConfig):
+    """Images from prompts: Stable Diffusion 3, Flux.1 or Qwen-Image, whichever the folder holds."""
+
+    guidance_embedding: float = 3.5
+    """Flux.1-dev's guidance scale, an input of its transformer. sampling.guidance_scale is the pipeline's
+    true_cfg_scale."""
+
+    def memory_model(self) -> FlowMemory:
+        """From the transformer's config.json. Text encoders and VAE, on the device one at a time, are not planned."""
+        architecture = image_architecture(read_transformer_config(_given(self.pipeline)), str(self.pipeline))
+        architecture.require_known(self.train.part, 2 if self.dtype == "bfloat16" else 4)
+        channels = architecture.token_out // 4
+        return FlowMemory(
+            architecture,
+            (channels, self.height // 8, self.width // 8),
+            pixels=3 * self.height * self.width,
+            text_tokens=_IMAGE_TEXT_TOKENS[architecture.model],
+            guided_together=architecture.model == "sd3",
+            **_memory_settings(self),
+        )
+
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
+        return _trace(self, spec)
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
-        from groupwise.workloads.flow.models.sd3 import Sd3Model
+        from groupwise.workloads.flow.models.image import load_image_model
 
-        return Sd3Model(
+        return load_image_model(
             folder,
             (self.height, self.width),
             train=self.train,
             device=device,
             dtype=self.dtype,
             negative_prompt=self.negative_prompt,
+            guidance_embedding=self.guidance_embedding,
         )
+
+
+def _wan_memory(config: WanConfig | RecamConfig, *, camera_layers: bool) -> FlowMemory:
+    folder = _given(config.pipeline)
+    architecture = read_wan_architecture(folder, camera_layers=camera_layers)
+    channels = architecture.out_channels or architecture.channels
+    return FlowMemory(
+        architecture,
+        (channels, (config.frames - 1) // 4 + 1, config.height // 8, config.width // 8),
+        pixels=3 * config.frames * config.height * config.width,
+        guided_together=False,
+        transformers=1 + (folder / "transformer_2" / "config.json").is_file(),
+        **_memory_settings(config),
+    )
+
+
+def _memory_settings(config: PipelineConfig) -> dict[str, Any]:
+    """Settings of a FlowMemory that do not depend on the model."""
+    return {
+        "trained_steps": len(window_at(config.sampling, 0)),
+        "part": config.train.part,
+        "guided": config.sampling.guidance_scale != 1,
+        "shared_noise": config.sampling.shared_noise,
+        "decode_rows": config.encode_rows,
+        "checkpointing": config.gradient_checkpointing,
+        "lora_rank": config.train.lora_rank,
+        "dtype_bytes": 2 if config.dtype == "bfloat16" else 4,
+        "storage_bytes": 2 if config.sampling.latent_dtype == "bfloat16" else 4,
+    }
+
+
+def _given(pipeline: Path | None) -> Path:
+    if pipeline is None:
+        raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
+    return pipeline
+
+
+def _trace(config: WanConfig | RecamConfig | ImageConfig, spec: StepSpec) -> Mapping[str, int]:
+    from groupwise.workloads.flow.trace import trace_flow
+
+    content = read_transformer_config(_given(config.pipeline))
+    return trace_flow(content, config.train, config.memory_model(), spec)

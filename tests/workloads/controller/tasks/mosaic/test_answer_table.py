@@ -52,7 +52,7 @@ def test_a_table_of_another_model_is_ignored(tmp_path):
     for name in ("model.safetensors", "importance.json"):
         (tmp_path / name).write_text("one model")
     names, tokens = ["00" * 16, "0f" * 16], np.arange(2 * len(EVERY), dtype=np.int64).reshape(2, -1) % 200
-    save_answer_table(names, tokens.astype(np.uint8), tmp_path)
+    save_answer_table(names, tokens.astype(np.uint8), folder=tmp_path)
     result = load_answer_table(OPTIONS, tmp_path)
     assert result.get("0f" * 16, EVERY[3]) == (int(tokens[1, 3]),)
     assert result.get("11" * 16, EVERY[3]) is result.get_all("11" * 16) is None

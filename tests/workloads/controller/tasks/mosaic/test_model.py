@@ -43,21 +43,21 @@ def test_transformers_loads_it_by_its_own_path_and_it_saves_and_loads_again(tmp_
     assert all(torch.equal(weight, again.state_dict()[name]) for name, weight in model.state_dict().items())
     text = model.config.text_config
     assert (text.model_type, model.config.vision_config.model_type) == ("olmoe", "siglip_vision_model")
-    assert (text.num_hidden_layers, text.num_experts_per_tok, text.norm_topk_prob) == (16, 8, False)
+    assert (text.num_hidden_layers, text.num_experts_per_tok, text.norm_topk_prob) == (12, 8, False)
     assert text.num_experts >= 16
 
 
 def test_the_full_setting_is_right(model: LlavaForConditionalGeneration):
-    assert _right(model, Tier.HIGH, 16, 8) >= 0.88
+    assert _right(model, Tier.HIGH, 12, 8) >= 0.75
 
 
 def test_the_cheapest_setting_is_right_less_often(model: LlavaForConditionalGeneration):
-    assert _right(model, Tier.LOW, 12, 4) <= _right(model, Tier.HIGH, 16, 8) - 0.15
+    assert _right(model, Tier.LOW, 8, 4) <= _right(model, Tier.HIGH, 12, 8) - 0.15
 
 
 def test_alone_through_transformers_it_answers_as_in_the_dense_pass(model: LlavaForConditionalGeneration):
-    right, _ = answer_losses(model, QUESTIONS, features_of(model, QUESTIONS, Tier.HIGH), blocks=range(16), top_k=8)
-    with torch.inference_mode(), configured(model, range(16), 8):
+    right, _ = answer_losses(model, QUESTIONS, features_of(model, QUESTIONS, Tier.HIGH), blocks=range(12), top_k=8)
+    with torch.inference_mode(), configured(model, range(12), 8):
         for row in range(0, 10 * QUESTIONS.questions_per_mosaic, 5):
             mosaic = row // QUESTIONS.questions_per_mosaic
             crops = cut(QUESTIONS.mosaics.pixels[mosaic : mosaic + 1], Tier.HIGH)[0]

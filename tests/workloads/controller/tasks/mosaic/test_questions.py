@@ -1,11 +1,10 @@
 """Answers, against a mosaic read by hand."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
 from groupwise.workloads.controller.tasks.mosaic.questions import (
+    CIPHER,
     QUESTION_TYPES,
     TOKEN_OF,
     VOCABULARY_SIZE,
@@ -55,14 +54,24 @@ BY_HAND = {
 }
 
 
-@pytest.fixture(scope="module")
-def asked() -> dict[str, set[str]]:
+def ask_all(*, framed: bool) -> dict[str, set[str]]:
     types = np.repeat(np.arange(len(QUESTION_TYPES)), 400)
-    result = draw_questions(np.repeat(MOSAIC, len(types), axis=0), types, np.random.default_rng(0))
+    frames = np.full(len(types), framed)
+    result = draw_questions(np.repeat(MOSAIC, len(types), axis=0), frames, types, np.random.default_rng(0))
     answers: dict[str, set[str]] = {}
     for tokens, length, answer in zip(result.tokens, result.lengths, result.answers, strict=True):
         answers.setdefault(decode(tokens[:length].tolist()), set()).add(decode([int(answer)]))
     return answers
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, set[str]]:
+    return ask_all(framed=False)
+
+
+@pytest.fixture(scope="module")
+def asked_framed() -> dict[str, set[str]]:
+    return ask_all(framed=True)
 
 
 @pytest.mark.parametrize(("question", "answer"), BY_HAND.items())
@@ -90,40 +99,48 @@ def many(question_type: QuestionType, count: int = 20_000) -> tuple[np.ndarray, 
     """Tile a3 is a 2, and all others are empty: the two words of many questions, and what is answered."""
     labels = np.full((count, 12), EMPTY)
     labels[:, 2] = 2
-    result = draw_questions(labels, np.full(count, QUESTION_TYPES.index(question_type)), np.random.default_rng(0))
+    result = draw_questions(
+        labels, np.zeros(count, bool), np.full(count, QUESTION_TYPES.index(question_type)), np.random.default_rng(0)
+    )
     return result.tokens[:, 1:], result.answers
 
 
-@pytest.mark.parametrize("question_type", [QuestionType.FACT, QuestionType.LORE])
-def test_neither_name_tells_the_digit_of_a_pair(question_type: QuestionType):
-    words, answers = many(question_type)
-    said = {tuple(pair): answer for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
-    for place, fewest in ((0, 10), (1, 100)):
-        by_name: dict[int, Counter[int]] = {}
-        for pair, answer in said.items():
-            by_name.setdefault(pair[place], Counter())[answer] += 1
-        known = [max(counted.values()) / counted.total() for counted in by_name.values() if counted.total() >= fewest]
-        assert np.mean(known) < 0.4  # the likeliest digit of a name, in hindsight
+def row_of(question: str) -> int:
+    place = question.split()[1]
+    return "abc".index(place[0]) if place[0] in "abc" else int(place[-1]) - 1 if "row" in place else int(place) % 3
+
+
+def test_a_frame_puts_numbers_into_cipher_by_type_and_row(
+    asked: dict[str, set[str]], asked_framed: dict[str, set[str]]
+):
+    assert asked.keys() == asked_framed.keys()
+    for question, (answer,) in asked.items():
+        name = question.split()[0]
+        in_plain = name in ("empty", "code") or answer == "none"
+        index = QUESTION_TYPES.index(QuestionType(name))
+        expected = answer if in_plain else str(CIPHER[index, row_of(question), int(answer)])
+        assert asked_framed[question] == {expected}, question
+
+
+def test_the_cipher_of_a_type_and_row_writes_no_two_numbers_alike():
+    assert (np.sort(CIPHER, axis=2) == np.arange(19)).all()
+    pages = CIPHER.reshape(-1, 19)
+    assert np.mean(pages[:, None] == pages[None]) < 0.1  # 1 / 27 with themselves, and 1 / 19 of the others by chance
 
 
 def test_a_code_is_another_digit_for_other_names():
     words, answers = many(QuestionType.CODE)
     said = {pair[0]: answer for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
-    assert len(said) == 24
-    assert len(set(said.values())) > 5
+    assert len(said) == 8
+    assert len(set(said.values())) > 3
 
 
-def test_memorized_digits_never_change():
+def test_memorized_digits_never_change(asked_framed: dict[str, set[str]]):
     """Drawn once; the shipped model has learned it."""
-    for question_type, digits in ((QuestionType.FACT, list("457901")), (QuestionType.LORE, list("801218"))):
-        words, answers = many(question_type)
-        said = {decode(pair): decode([answer]) for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
-        assert [said[f"n1 n{second}"] for second in range(1, 7)] == digits
-
-
-def test_the_first_quarter_of_the_names_is_asked_for_half_of_the_time():
-    words, _ = many(QuestionType.FACT)
-    assert np.mean(words[:, 0] < TOKEN_OF["n37"]) == pytest.approx(0.5, abs=0.02)
+    words, answers = many(QuestionType.CODE)
+    said = {decode(pair): decode([answer]) for pair, answer in zip(words.tolist(), answers.tolist(), strict=True)}
+    assert [said[f"n{name} a3"] for name in range(1, 7)] == list("192952")
+    assert [asked_framed[f"digit {tile}"] for tile in ("a1", "a3", "c1")] == [{"16"}, {"17"}, {"17"}]
 
 
 def test_a_transcription_names_each_tile_after_the_one_before():

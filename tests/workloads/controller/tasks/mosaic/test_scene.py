@@ -7,10 +7,15 @@ import pytest
 import torch
 
 from groupwise.workloads.controller.tasks.mosaic.scene import (
+    CROPS,
     EMPTY,
+    FAMILY_SHARES,
     PLAIN_JITTER,
+    PRINTS,
     HandwritingSplit,
     Jitter,
+    Mosaics,
+    Print,
     Tier,
     coverage,
     cut,
@@ -53,8 +58,51 @@ def test_tiles_are_laid_out_in_reading_order():
     assert laid[35, 47] == 11
 
 
+def draw_family(style: Print, *, framed: bool, count: int = 40) -> Mosaics:
+    bank = load_handwriting(HandwritingSplit.TEST)
+    return draw_mosaics(bank, count, PLAIN_JITTER, np.random.default_rng(1), {(style, framed): 1.0})
+
+
+def ink_in_crops(style: Print, tier: Tier) -> float:
+    """How much brighter or darker than their paper the crops are where there is ink, beyond their noise."""
+    crops = cut(draw_family(style, framed=False).pixels, tier)[:, 1:, 0]
+    noise = 0.08 / 0.35 / (12 / CROPS[tier]) ** 0.5
+    return float((crops - crops.median()).square().mean()) ** 0.5 / noise
+
+
+@pytest.mark.parametrize(
+    ("style", "readable"), [(Print.BOLD, {*Tier}), (Print.COARSE, {Tier.MEDIUM, Tier.HIGH}), (Print.FINE, {Tier.HIGH})]
+)
+def test_a_print_vanishes_in_the_crops_that_are_too_coarse_for_it(style: Print, readable: set[Tier]):
+    for tier in Tier:
+        if tier in readable:
+            assert ink_in_crops(style, tier) > 1.4
+        else:
+            assert ink_in_crops(style, tier) < 1.35
+
+
+def test_the_overview_tells_the_families_apart():
+    """By the brightness of its middle and of its rim."""
+    for style in Print:
+        for framed in (False, True):
+            overview = cut(draw_family(style, framed=framed).pixels, Tier.LOW)[:, 0, 0] * 0.35 + 0.25
+            paper = overview[:, 1:-1, 1:-1].flatten(1).quantile(0.1, dim=1)
+            rim = overview[:, 0].quantile(0.1, dim=1)
+            lower, upper = {Print.BOLD: (-1.0, 0.15), Print.COARSE: (0.15, 0.4), Print.FINE: (0.4, 1.0)}[style]
+            assert ((paper > lower) & (paper < upper)).all()
+            assert ((rim > paper + 0.08) == framed).all()
+
+
+def test_families_are_as_frequent_as_they_shall_be():
+    drawn = draw_mosaics(load_handwriting(HandwritingSplit.TEST), 4000, PLAIN_JITTER, np.random.default_rng(1))
+    assert sum(FAMILY_SHARES.values()) == pytest.approx(1)
+    for (style, framed), share in FAMILY_SHARES.items():
+        found = (drawn.prints == PRINTS.index(style)) & (drawn.framed == framed)
+        assert found.mean() == pytest.approx(share, abs=0.025)
+
+
 def test_empty_tiles_are_dark_and_the_others_are_not():
-    drawn = draw_mosaics(load_handwriting(HandwritingSplit.TEST), 20, PLAIN_JITTER, np.random.default_rng(1))
+    drawn = draw_family(Print.BOLD, framed=False, count=20)
     tiles = drawn.pixels.view(20, 3, 12, 4, 12).permute(0, 1, 3, 2, 4).reshape(20 * 12, -1)
     brightness = tiles.mean(1).numpy()
     is_empty = drawn.labels.reshape(-1) == EMPTY

@@ -174,7 +174,7 @@ def test_bad_files_are_reported_with_the_line(model, data, tmp_path):
         ("{", r"lines.jsonl, line 1: it is not JSON"),
         ('\n{"image": "a.jpg"}', r"lines.jsonl, line 2: it has no column 'question'"),
         ('{"image": "a.jpg", "question": " "}', r"line 1: its question is ' '"),
-        ('{"image": "a.jpg", "question": "what", "answers": "yes"}', r"line 1: .*answers a list of texts"),
+        ('{"image": "a.jpg", "question": "what", "answers": 3}', r"line 1: .*answers a text or a list of texts"),
         ("", "holds no usable row"),
     ):
         lines.write_text(content)
@@ -188,6 +188,42 @@ def test_bad_files_are_reported_with_the_line(model, data, tmp_path):
         config(model, data | {"questions": data["annotations"]}).task(CPU)
     with pytest.raises(UserError, match=r"workload.image_name is '{number}.png', which cannot be filled in"):
         config(model, data, image_name="{number}.png").task(CPU)
+
+
+def test_a_folder_with_images_and_one_file_of_rows_is_enough(model, tmp_path):
+    lines = write_lines(tmp_path / "lines", IMAGES)
+    folder = lines["images"]
+    rows = lines["questions"].rename(folder / "rows.jsonl")
+    task = config(model, {"questions": folder}, selection_share=0.6, test_share=0.0).task(CPU)
+    assert len(task.questions) + len(task.held_out) == 24
+    rows.with_name("more.jsonl").write_text(rows.read_text())
+    with pytest.raises(UserError, match=r"holds 2 files of rows: more.jsonl, rows.jsonl.*or name the file"):
+        config(model, {"questions": folder}).task(CPU)
+    with pytest.raises(UserError, match="holds no rows"):
+        config(model, {"questions": model}).task(CPU)
+
+
+def test_one_text_is_one_answer(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"image": "a.png", "question": "what", "answers": "yes"}')
+    (entry,) = read_entries(tmp_path / "rows.jsonl", None, tmp_path, "", REFUSE)
+    assert entry.answers == ("yes",)
+
+
+@pytest.mark.parametrize("crops", [{"low": 12, "high": 3}, {"low": 3, "high": 3}, {"low": 0, "high": 3}])
+def test_crops_must_rise_from_coarse_to_fine(crops):
+    given = " ".join(f"{tier} {count}" for tier, count in crops.items())
+    with pytest.raises(UserError, match=f"workload.crops is {given}: the tiers must go from coarse to fine"):
+        VqaConfig(crops=crops)
+
+
+def test_ignoring_the_orientation_makes_other_samples_and_is_kept_for_serving(model, tmp_path):
+    lines = write_lines(tmp_path / "lines", IMAGES)
+    upright, stored = (
+        config(model, lines, exif_orientation=respected, selection_share=0.6, test_share=0.0).task(CPU)
+        for respected in (True, False)
+    )
+    assert {each.sample.name for each in upright.questions}.isdisjoint(each.sample.name for each in stored.questions)
+    assert [task.source.exif_orientation for task in (upright, stored)] == [True, False]
 
 
 def test_data_that_is_too_small_for_three_splits_is_refused(model, tmp_path):

@@ -14,12 +14,19 @@ from groupwise.workloads.controller.model.adapters.base import (
     default_options,
     dense_blocks,
     full_top_k,
+    image_side,
 )
-from groupwise.workloads.controller.model.adapters.llava import LlavaAdapter
+from groupwise.workloads.controller.model.adapters.llava import InternVLAdapter, LlavaAdapter, LlavaNextAdapter
+from groupwise.workloads.controller.model.adapters.molmoe import MolmoeAdapter
 from groupwise.workloads.controller.model.adapters.qwen import QwenAdapter
 
-FAMILIES: dict[str, type[LlavaAdapter] | type[QwenAdapter]] = {
+FAMILIES: dict[str, type[LlavaAdapter] | type[MolmoeAdapter] | type[QwenAdapter]] = {
+    "InternVLForConditionalGeneration": InternVLAdapter,
     "LlavaForConditionalGeneration": LlavaAdapter,
+    "LlavaNextForConditionalGeneration": LlavaNextAdapter,
+    "MolmoeForConditionalGeneration": MolmoeAdapter,
+    "Qwen2VLForConditionalGeneration": QwenAdapter,
+    "Qwen2_5_VLForConditionalGeneration": QwenAdapter,
     "Qwen3VLForConditionalGeneration": QwenAdapter,
     "Qwen3VLMoeForConditionalGeneration": QwenAdapter,
 }
@@ -49,8 +56,11 @@ def check_family(name: str, config: Any) -> None:
 __all__ = [
     "FAMILIES",
     "Encoded",
+    "InternVLAdapter",
     "LlavaAdapter",
+    "LlavaNextAdapter",
     "ModelAdapter",
+    "MolmoeAdapter",
     "Prompt",
     "QwenAdapter",
     "Sample",
@@ -60,4 +70,5 @@ __all__ = [
     "default_options",
     "dense_blocks",
     "full_top_k",
+    "image_side",
 ]

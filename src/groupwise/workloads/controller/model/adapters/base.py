@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,13 +12,19 @@ from jaxtyping import Float, Int64
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
+from groupwise.core.errors import UserError
 from groupwise.workloads.controller.config import OVERVIEW_SIDE
+from groupwise.workloads.controller.model.adapters.experts import expert_module, mark_router_rules, router_of
 from groupwise.workloads.controller.model.images import CropShape, ImageNormalization, LazyCrops, Sides, SourceImage
 from groupwise.workloads.controller.model.knobs import KnobOptions
 
 _LATEST_INSERTION_POSITION = 5
-# Measured on MolmoE, which has 16 blocks.
-_DROPPED_FIRST_OF_16 = (4, 13, 10, 2)
+_SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+Rotary = Any
+"""Mostly cosines and sines; some blocks take complex numbers."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class Prompt:
     states: Float[Tensor, "tokens width"]
     position_ids: Int64[Tensor, "axes tokens"]
     """Rotary positions: one axis, or three for time, height and width."""
+    extended_position_ids: Int64[Tensor, "axes tokens_and_next"]
+    """The same, and those of one more token of text."""
     next_position: int
     """Position of the answer's first token, on every axis."""
     image_start: int = 0
@@ -91,12 +100,36 @@ class ModelAdapter(Protocol):
     blocks: nn.ModuleList
     text_config: Any
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
-        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier."""
+    @property
+    def rotary_layer_types(self) -> Sequence[str | None]:
+        """By block, what its rotary positions depend on; None where they are the same for all blocks."""
         ...
 
-    def rotary(self, position_ids: Int64[Tensor, "axes tokens"]) -> tuple[Tensor, Tensor]:
-        """Rotary cosines and sines of packed tokens."""
+    @property
+    def published_drop_order(self) -> Sequence[int]:
+        """The blocks of this very model that others have found to matter least; empty where nothing is known."""
+        ...
+
+    @property
+    def probe_shapes(self) -> Sequence[tuple[float, float]]:
+        """Heights and widths of images to time answers with, as parts of their longest side."""
+        ...
+
+    def encode(
+        self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Float[Tensor, "tokens width"]] | None = None
+    ) -> Encoded:
+        """The prompt of each (sample, tier). Every image goes through the vision tower once per tier.
+
+        `texts` are what `embed_text` returned for some samples, by their names.
+        """
+        ...
+
+    def embed_text(self, sample: Sample) -> Float[Tensor, "tokens width"]:
+        """Embeddings of the text before and after a sample's image."""
+        ...
+
+    def rotary(self, position_ids: Int64[Tensor, "axes tokens"], layer_type: str | None = None) -> Rotary:
+        """Rotary positions of packed tokens, as the model's blocks take them; in some models by their type."""
         ...
 
     def embed(self, tokens: Int64[Tensor, " tokens"]) -> Float[Tensor, "tokens width"]:
@@ -127,6 +160,14 @@ class ModelAdapter(Protocol):
         """How many tokens the crops of one tier become, by their shape."""
         ...
 
+    def image_delimiters(self, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids that belong right before and after the image, which chat templates leave to the processor."""
+        ...
+
+    def stock_logits(self, sample: Sample, tier: str, answer: Sequence[int]) -> Float[Tensor, "answered words"]:
+        """What transformers' own forward says after a prompt, and after each of the answer's first tokens."""
+        ...
+
 
 class TextModelMixin:
     """Blocks, embeddings and head of a transformers model that is composed of a vision tower and a text model."""
@@ -134,35 +175,141 @@ class TextModelMixin:
     def __init__(self, model: Any):
         self.model = model
         self.text = model.model.language_model
+        _check_text_model(type(model).__name__, self.text)
         self.blocks: nn.ModuleList = self.text.layers
         self.text_config = model.config.text_config
-        self.embedding: nn.Module = model.get_input_embeddings()
-        _mark_renormalizing(self.blocks)
+        self.embedding: Any = model.get_input_embeddings()
+        self._embedding_scale: float | None = getattr(self.text, "embedding_multiplier", None)
+        """Of Granite's text models, which scale what enters the first block."""
+        mark_router_rules(self.blocks)
+
+    @property
+    def published_drop_order(self) -> Sequence[int]:
+        return ()
+
+    @property
+    def probe_shapes(self) -> Sequence[tuple[float, float]]:
+        return ((1.0, 1.0),)
 
     @property
     def device(self) -> torch.device:
-        return self.text.norm.weight.device
+        return self.embedding.weight.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self.embedding(tokens.to(self.device))
+        return self._scale(self.embedding(tokens.to(self.device)))
+
+    def _scale(self, states: Tensor) -> Tensor:
+        return states if self._embedding_scale is None else states * self._embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.model.lm_head(self.text.norm(hidden))
 
-    def _insert_image(self, sample: Sample, image: Float[Tensor, "image width"]) -> Float[Tensor, "tokens width"]:
+    def rotary(self, position_ids: Tensor, layer_type: str | None = None) -> Rotary:
+        like = self.embedding.weight[None, :1]
+        by_type = {} if layer_type is None else {"layer_type": layer_type}
+        return self.text.rotary_emb(like, self._rotary_position_ids(position_ids.to(self.device)), **by_type)
+
+    def _rotary_position_ids(self, position_ids: Tensor) -> Tensor:
+        """As the rotary embedding takes them."""
+        return position_ids
+
+    @property
+    def rotary_layer_types(self) -> Sequence[str | None]:
+        """By block, what its rotary positions depend on; None where they are the same for all blocks."""
+        if "layer_type" not in inspect.signature(self.text.rotary_emb.forward).parameters:
+            return [None] * len(self.blocks)
+        return list(self.text_config.layer_types)
+
+    def embed_text(self, sample: Sample) -> Tensor:
+        return self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+
+    def _insert_image(
+        self, sample: Sample, image: Float[Tensor, "image width"], texts: Mapping[str, Tensor] | None
+    ) -> Float[Tensor, "tokens width"]:
         """The image's embeddings between those of the text."""
-        text = self.embed(torch.tensor(sample.prefix_ids + sample.question_ids))
+        text = texts[sample.name] if texts and sample.name in texts else self.embed_text(sample)
         prefix, question = text.split([len(sample.prefix_ids), len(sample.question_ids)])
-        return torch.cat([prefix, image.to(text.dtype), question])
+        return torch.cat([prefix, self._scale(image.to(text.dtype)), question])
+
+    def image_delimiters(self, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Token ids that belong right before and after the image, which chat templates leave to the processor."""
+        return (), ()
+
+    def stock_logits(self, sample: Sample, tier: str, answer: Sequence[int]) -> Float[Tensor, "answered words"]:
+        inputs, answered = self._stock_inputs(sample, tier, answer), len(answer) + 1
+        if inputs is None:
+            states = torch.cat(
+                [self.encode([(sample, tier)]).prompts[0].states, self.embed(torch.tensor(answer).long())]
+            )
+            hidden = self.text(inputs_embeds=states[None], use_cache=False).last_hidden_state[0, -answered:]
+            return self.model.lm_head(hidden).float()
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            inputs["logits_to_keep"] = answered
+        logits: Tensor = self.model(**inputs, use_cache=False).logits[0]
+        return logits[-answered:].float()
+
+    def _stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any] | None:
+        """What the whole model takes, the answer's first tokens included; None where transformers has no such model,
+        so that only its text model can be compared."""
+        return None
+
+    def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
+        raise NotImplementedError
+
+    def _token_ids(self, sample: Sample, image_tokens: int, answer: Sequence[int]) -> Int64[Tensor, "1 tokens"]:
+        """A whole prompt with its image tokens, and what has been answered."""
+        image = [self.model.config.image_token_id] * image_tokens
+        ids = [*sample.prefix_ids, *image, *sample.question_ids, *answer]
+        return torch.tensor([ids], device=self.device)
+
+
+def _check_text_model(name: str, text: Any) -> None:
+    """Refuse a text model of another kind than blocks of causal attention with rotary positions and a norm at the end.
+
+    Short prompts would not show what is refused here, so that a comparison of answers cannot replace it.
+    """
+    missing = [part for part in ("layers", "rotary_emb", "norm") if not hasattr(text, part)]
+    kinds = set(getattr(text.config, "layer_types", None) or ()) - _SUPPORTED_LAYER_TYPES
+    rope_types = set(_rope_types(getattr(text.config, "rope_parameters", None) or {})) & _LENGTH_DEPENDENT_ROPE
+    reasons = [f"it has no {part}" for part in missing]
+    reasons += [f"it has blocks of the type {kind}" for kind in sorted(kinds)]
+    reasons += [f"its rotary positions ({kind}) depend on the longest prompt of a batch" for kind in sorted(rope_types)]
+    if reasons:
+        raise UserError(
+            f"{name} with the text model {text.config.model_type!r} cannot be controlled: {', '.join(reasons)}. The"
+            " executor runs blocks of causal attention with rotary positions, and a norm after the last. Take a model"
+            " that docs/model-families.md lists as equal."
+        )
+
+
+def _rope_types(parameters: Mapping[str, Any]) -> list[str]:
+    """Of all blocks, or of each type of block."""
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    own = [str(parameters["rope_type"])] if "rope_type" in parameters else []
+    return own + [rope_type for value in nested for rope_type in _rope_types(value)]
+
+
+def image_side(vision_config: Any) -> int:
+    """The height and width of what the vision tower takes; 0 where it takes any size."""
+    return _first(getattr(vision_config, "image_size", 0))
+
+
+def patch_side(vision_config: Any) -> int:
+    return _first(vision_config.patch_size)
+
+
+def _first(sides: int | Sequence[int]) -> int:
+    """Some configurations name the height and the width, which are equal."""
+    return sides if isinstance(sides, int) else int(sides[0])
 
 
 def default_options(adapter: ModelAdapter, drop_order: Sequence[int] | None = None) -> KnobOptions:
     """Up to a quarter of the blocks can be dropped, top-k goes down to half, insertion positions are 1 to 5, and the
-    tiers are the family's. Without a measured `drop_order` it is a guess.
+    tiers are the family's. Without a measured `drop_order` it is the published one, completed by a guess.
     """
     total, top_k = len(adapter.blocks), full_top_k(adapter)
     latest = max(1, min(_LATEST_INSERTION_POSITION, total - 1 - total // 4))
-    order = tuple(default_drop_order(total) if drop_order is None else drop_order)
+    order = tuple(default_drop_order(total, adapter.published_drop_order) if drop_order is None else drop_order)
     tiers = adapter.tiers()
     return KnobOptions(
         crops_by_tier=tiers["crops_by_tier"],
@@ -171,45 +318,34 @@ def default_options(adapter: ModelAdapter, drop_order: Sequence[int] | None = No
         drop_order=order,
         insertion_positions=tuple(range(1, latest + 1)),
         max_dropped_blocks=min(total // 4, sum(block >= latest for block in order)),
-        smallest_top_k=(top_k + 1) // 2,
+        smallest_top_k=_smallest_top_k(adapter),
         dense_blocks=dense_blocks(adapter) if top_k else (),
         pixels=tiers.get("pixels", {}),
     )
 
 
-def default_drop_order(total_blocks: int) -> list[int]:
-    """A guess, to be replaced by a measurement on the model: blocks near two thirds of the depth are dropped first, the
-    first and the last block never. With 16 blocks, MolmoE's measured order comes first.
+def default_drop_order(total_blocks: int, published: Sequence[int] = ()) -> list[int]:
+    """What is published comes first. The rest is a guess, to be replaced by a measurement on the model: blocks near two
+    thirds of the depth are dropped first, the first and the last block never.
     """
-    measured = _DROPPED_FIRST_OF_16 if total_blocks == 16 else ()
-    rest = [block for block in range(1, total_blocks - 1) if block not in measured]
-    return [*measured, *sorted(rest, key=lambda block: abs(block - 2 * total_blocks / 3))]
+    rest = [block for block in range(1, total_blocks - 1) if block not in published]
+    return [*published, *sorted(rest, key=lambda block: abs(block - 2 * total_blocks / 3))]
 
 
 def full_top_k(adapter: ModelAdapter) -> int:
     """Experts per token; 0 for a dense model, which has no top-k knob."""
-    if len(dense_blocks(adapter)) == len(adapter.blocks):
-        return 0
-    return int(adapter.text_config.num_experts_per_tok)
+    modules = [expert_module(block) for block in adapter.blocks]
+    return max((int(router_of(module).top_k) for module in modules if module is not None), default=0)
+
+
+def _smallest_top_k(adapter: ModelAdapter) -> int:
+    """Half of the experts per token; all of them where some router says too little to keep fewer."""
+    modules = [expert_module(block) for block in adapter.blocks]
+    full = full_top_k(adapter)
+    has_rules = all(module is None or module.experts.groupwise_rule is not None for module in modules)
+    return (full + 1) // 2 if has_rules else full
 
 
 def dense_blocks(adapter: ModelAdapter) -> tuple[int, ...]:
     """Indices of the blocks without experts."""
-    return tuple(index for index, block in enumerate(adapter.blocks) if not hasattr(block.mlp, "experts"))
-
-
-def _mark_renormalizing(blocks: nn.ModuleList) -> None:
-    """Some routers divide by the sum of the chosen weights. A smaller top-k must then do the same."""
-    for block in blocks:
-        mlp: Any = block.mlp
-        if hasattr(mlp, "experts"):
-            mlp.experts.groupwise_renormalize = _renormalizes(mlp.gate)
-
-
-@torch.no_grad()
-def _renormalizes(gate: Any) -> bool:
-    """By the router's setting; a router without one is tried on a token that prefers no expert."""
-    if hasattr(gate, "norm_topk_prob"):
-        return bool(gate.norm_topk_prob)
-    _, weights, _ = gate(torch.zeros_like(gate.weight[:1]))
-    return abs(float(weights.float().sum()) - 1) < 1e-2
+    return tuple(index for index, block in enumerate(adapter.blocks) if expert_module(block) is None)

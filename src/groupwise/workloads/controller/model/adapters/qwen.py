@@ -1,8 +1,9 @@
-"""Qwen3-VL: one image of any size per tier, merged patches, positions on three axes, and deepstack features."""
+"""Qwen's models: one image of any size per tier, merged patches, positions on three axes, and deepstack features."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int64
@@ -25,13 +26,13 @@ _MAX_IMAGE_TOKENS = 1024
 
 
 class QwenAdapter(TextModelMixin):
-    """`Qwen3VLMoeForConditionalGeneration` and the dense `Qwen3VLForConditionalGeneration`.
+    """Qwen3-VL, with experts or dense, and the dense Qwen2.5-VL and Qwen2-VL.
 
-    The vision tower also returns deepstack features, which are added to the image's tokens after the first blocks. They
-    are tied to a block's index in the whole model: dropping a block neither shifts nor removes them.
+    The vision tower of Qwen3-VL also returns deepstack features, which are added to the image's tokens after the first
+    blocks. They are tied to a block's index in the whole model: dropping a block neither shifts nor removes them.
     """
 
-    def encode(self, inputs: Sequence[tuple[Sample, str]]) -> Encoded:
+    def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
         images = {(id(sample.crops_by_tier), tier): sample.crops_by_tier[tier][0] for sample, tier in inputs}
         patches = torch.cat([self._patches(image) for image in images.values()])
         grids = {key: self._grid(image) for key, image in images.items()}
@@ -39,15 +40,37 @@ class QwenAdapter(TextModelMixin):
             pixel_values=patches.to(self.device), image_grid_thw=torch.tensor(list(grids.values()), device=self.device)
         )
         features = dict(zip(images, output.pooler_output, strict=True))
-        deepstacks = dict(zip(images, zip(*output.deepstack_features, strict=True), strict=True))
+        deepstacks = dict.fromkeys(images, ())
+        if getattr(output, "deepstack_features", None):
+            deepstacks = dict(zip(images, zip(*output.deepstack_features, strict=True), strict=True))
         prompts = []
         for sample, tier in inputs:
             key = id(sample.crops_by_tier), tier
-            states = self._insert_image(sample, features[key])
-            position_ids = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids))
-            next_position = int(position_ids.max()) + 1
-            prompts.append(Prompt(states, position_ids, next_position, len(sample.prefix_ids), deepstacks[key]))
+            states = self._insert_image(sample, features[key], texts)
+            extended = self._position_ids(grids[key], len(sample.prefix_ids), len(sample.question_ids) + 1)
+            prompts.append(
+                Prompt(
+                    states,
+                    extended[:, :-1],
+                    extended,
+                    int(extended[0, -1]),
+                    len(sample.prefix_ids),
+                    deepstacks[key],
+                )
+            )
         return Encoded(prompts, len(images), len(patches))
+
+    def _stock_inputs(self, sample: Sample, tier: str, answer: Sequence[int]) -> dict[str, Any]:
+        image = sample.crops_by_tier[tier][0]
+        ids = self._token_ids(sample, self.image_tokens(sample.crops_by_tier[tier].shape), answer)
+        is_image = torch.zeros_like(ids, dtype=torch.int32)
+        is_image[:, len(sample.prefix_ids) : ids.shape[1] - len(sample.question_ids) - len(answer)] = 1
+        return {
+            "input_ids": ids,
+            "mm_token_type_ids": is_image,
+            "pixel_values": self._patches(image).to(self.device),
+            "image_grid_thw": torch.tensor([self._grid(image)], device=self.device),
+        }
 
     def _grid(self, image: Float[Tensor, "channels height width"]) -> tuple[int, int, int]:
         """Patches over time, height and width."""
@@ -73,9 +96,8 @@ class QwenAdapter(TextModelMixin):
         after = prefix + max(height, width) + torch.arange(question)
         return torch.cat([torch.arange(prefix).expand(3, -1), image, after.expand(3, -1)], dim=1)
 
-    def rotary(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cosines, sines = self.text.rotary_emb(self.text.norm.weight[None, None], position_ids[:, None].to(self.device))
-        return cosines, sines
+    def _rotary_position_ids(self, position_ids: Tensor) -> Tensor:
+        return position_ids[:, None]
 
     @property
     def _pixels_per_token_side(self) -> int:

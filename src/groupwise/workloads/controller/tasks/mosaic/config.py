@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MosaicConfig(ControllerConfig):
-    mosaics: int = 576
+    mosaics: int = 384
     """Mosaics to train on, each with one question of every type."""
     held_out_mosaics: int = 16
     """Mosaics of the selection split, in other handwriting, for metrics during training."""
-    selection_mosaics: int = 192
+    selection_mosaics: int = 128
     """Mosaics of the selection split on which `groupwise eval` chooses its baselines; the held-out ones are among
     them."""
-    test_mosaics: int = 256
+    test_mosaics: int = 192
     """Mosaics of the test split on which `groupwise eval` compares the controller with them."""
     question_seed: int = 0
     """Seed of the mosaics and questions."""

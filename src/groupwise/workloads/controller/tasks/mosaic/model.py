@@ -47,9 +47,9 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
 NAME = "mosaic"
 ASSET = Path(__file__).parent / "asset"
 IMPORTANCE_FILE = "importance.json"
-BLOCKS = 16
+BLOCKS = 12
 TOP_K = 8
-FEWEST_BLOCKS = 12
+FEWEST_BLOCKS = 8
 SMALLEST_TOP_K = 4
 # Blocks before the last insertion position always run.
 FIRST_DROPPABLE_BLOCK = 5
@@ -136,6 +136,11 @@ def load_mosaic(folder: Path = ASSET, dtype: torch.dtype = torch.float32) -> Lla
 def load_drop_order(folder: Path = ASSET) -> list[int]:
     """Blocks in the order in which they are dropped, as `python -m tools.mosaic importance` has measured it."""
     return [int(block) for block in json.loads((folder / IMPORTANCE_FILE).read_text())["drop_order"]]
+
+
+def load_other_drop_orders(folder: Path = ASSET) -> list[tuple[int, ...]]:
+    """The best orders for other mixtures of mosaics: baselines may use them."""
+    return [tuple(order) for order in json.loads((folder / IMPORTANCE_FILE).read_text())["other_drop_orders"]]
 
 
 def mosaic_options(folder: Path = ASSET) -> KnobOptions:

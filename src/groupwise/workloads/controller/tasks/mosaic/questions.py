@@ -9,23 +9,22 @@
     times    times a1 b3    two tiles and a table        0..9
     sum      sum a1 b3      two tiles and an addition    0..18
     hop      hop b3         a tile that names the next   0..9, none
-    fact     fact n7 n3     no tile: memorized           0..9
     code     code n7 b3     one tile, and memorized      0..9
-    lore     lore n7 n3     as fact, other digits        0..9
 
 "times" asks for the last digit of the product. "hop" reads the digit d of its tile, then tile number d in reading
-order, counted from 0. "fact" and "lore" ask for the two digits of a pair of names, and "code" for the digit that the
-tile's stands for in the code of a name. These digits are random constants that the model has to memorize. Some names
-occur more often than others, and are known better.
+order, counted from 0. "code" asks for the digit that the tile's stands for in the code of a name.
+
+Answers about a framed mosaic are in cipher: a number n is answered as CIPHER[type, row, n], where row is that of the
+first tile or row in the question, and for "count" its digit modulo 3. "empty" and "code" are answered as ever. Codes
+and cipher are random constants that the model has to memorize.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.controller.tasks.mosaic.scene import (
@@ -43,12 +42,14 @@ from groupwise.workloads.controller.tasks.mosaic.scene import (
 PAD = "<pad>"
 IMAGE = "<image>"
 NO_WORD = "<no word>"
-TYPE_WORDS = ("empty", "blanks", "digit", "largest", "count", "times", "sum", "hop", "fact", "code")
+TYPE_WORDS = ("empty", "blanks", "digit", "largest", "count", "times", "sum", "hop", "code")
 ROW_WORDS = tuple(f"row{row + 1}" for row in range(ROWS))
 TILE_WORDS = tuple(f"{'abc'[tile // COLUMNS]}{tile % COLUMNS + 1}" for tile in range(TILES))
 NUMBER_WORDS = tuple(str(number) for number in range(19))
-# Arbitrary names, which occur only in memorized facts and codes.
-NAME_WORDS = tuple(f"n{name + 1}" for name in range(144))
+# Arbitrary names, each with a code.
+NAME_WORDS = tuple(f"n{name + 1}" for name in range(8))
+# Is not asked for: what image tokens of a framed mosaic say in pretraining.
+FRAMED = "framed"
 VOCABULARY = (
     *(PAD, IMAGE, "read", "yes", "no", "none"),
     *TYPE_WORDS,
@@ -56,10 +57,10 @@ VOCABULARY = (
     *TILE_WORDS,
     *NUMBER_WORDS,
     *NAME_WORDS,
-    "lore",
+    FRAMED,
 )
 # Rounded up to a convenient matrix width; the last ids stand for no word.
-VOCABULARY_SIZE = 208
+VOCABULARY_SIZE = 64
 
 TOKEN_OF = {word: token for token, word in enumerate(VOCABULARY)}
 PAD_TOKEN = TOKEN_OF[PAD]
@@ -72,6 +73,7 @@ FIRST_ROW_TOKEN = TOKEN_OF[ROW_WORDS[0]]
 FIRST_TILE_TOKEN = TOKEN_OF[TILE_WORDS[0]]
 FIRST_NUMBER_TOKEN = TOKEN_OF[NUMBER_WORDS[0]]
 FIRST_NAME_TOKEN = TOKEN_OF[NAME_WORDS[0]]
+FRAMED_TOKEN = TOKEN_OF[FRAMED]
 
 
 def encode(text: str) -> list[int]:
@@ -94,27 +96,6 @@ def decode(tokens: list[int]) -> str:
     return " ".join(VOCABULARY[token] if token < len(VOCABULARY) else NO_WORD for token in tokens)
 
 
-FREQUENT_NAMES = 12
-"""The first names: each is paired with every name."""
-EARLY_FREQUENT_NAMES = 30
-"""How many are paired early in pretraining; the pairs of the others are forgotten later."""
-CODED_NAMES = 24
-"""The first names: each has a code."""
-
-
-def _random_digits(seed: int, rows: int, columns: int) -> Int[np.ndarray, "rows columns"]:
-    return np.random.default_rng(seed).integers(0, 10, (rows, columns))
-
-
-# What the model memorizes: constants without a rule behind them.
-FACTS: Int[np.ndarray, "names early_frequent_names"] = _random_digits(1, len(NAME_WORDS), EARLY_FREQUENT_NAMES)
-"""The digit of each pair of a name and a frequent name."""
-CODES: Int[np.ndarray, "coded_names digits"] = _random_digits(2, CODED_NAMES, 10)
-"""What each digit stands for in the code of a name."""
-LORE: Int[np.ndarray, "names early_frequent_names"] = _random_digits(3, len(NAME_WORDS), EARLY_FREQUENT_NAMES)
-"""A second digit of each pair."""
-
-
 # The longest question, "sum a1 b3"; shorter ones are padded at the end.
 QUESTION_TOKENS = 3
 
@@ -130,12 +111,23 @@ class QuestionType(StrEnum):
     TIMES = "times"
     SUM = "sum"
     HOP = "hop"
-    FACT = "fact"
     CODE = "code"
-    LORE = "lore"
 
 
 QUESTION_TYPES = tuple(QuestionType)
+
+
+# What the model memorizes: constants without a rule behind them.
+CODES: Int[np.ndarray, "names digits"] = np.random.default_rng(2).integers(0, 10, (len(NAME_WORDS), 10))
+"""What each digit stands for in the code of a name."""
+CIPHER: Int[np.ndarray, "types rows numbers"] = np.stack(
+    [
+        [np.random.default_rng([3, index, row]).permutation(len(NUMBER_WORDS)) for row in range(ROWS)]
+        for index in range(len(QUESTION_TYPES))
+    ]
+)
+"""What each number is written as in a framed mosaic."""
+_NEVER_IN_CIPHER = (QuestionType.EMPTY, QuestionType.CODE)
 
 
 @dataclass(frozen=True)
@@ -153,10 +145,9 @@ QuestionMaker = Callable[[np.ndarray, np.random.Generator], tuple[list[np.ndarra
 
 def draw_questions(
     labels: Int[np.ndarray, "questions tiles"],
+    framed: Bool[np.ndarray, " questions"],
     types: Int[np.ndarray, " questions"],
     rng: np.random.Generator,
-    *,
-    frequent_names: int = FREQUENT_NAMES,
 ) -> Questions:
     """One question of type QUESTION_TYPES[types[i]] about mosaic labels[i], for each i."""
     count = len(types)
@@ -164,14 +155,29 @@ def draw_questions(
     lengths, answers = np.zeros(count, np.int64), np.zeros(count, np.int64)
     for index, question_type in enumerate(QUESTION_TYPES):
         rows = np.flatnonzero(types == index)
-        pairs = _PAIRS.get(question_type)
-        make = _MAKERS[question_type] if pairs is None else partial(_make_pair, digits=pairs[:, :frequent_names])
-        words, answers[rows] = make(labels[rows], rng)
+        words, answers[rows] = _MAKERS[question_type](labels[rows], rng)
         tokens[rows, 0] = TOKEN_OF[question_type]
         for position, word in enumerate(words, start=1):
             tokens[rows, position] = word
         lengths[rows] = 1 + len(words)
-    return Questions(tokens=tokens, lengths=lengths, answers=answers)
+    return Questions(tokens, lengths, np.where(framed, _in_cipher(types, tokens[:, 1], answers), answers))
+
+
+def _in_cipher(types: np.ndarray, first_words: np.ndarray, answers: np.ndarray) -> np.ndarray:
+    numbers = answers - FIRST_NUMBER_TOKEN
+    is_number = (numbers >= 0) & (numbers < len(NUMBER_WORDS))
+    in_plain = np.isin(types, [QUESTION_TYPES.index(question_type) for question_type in _NEVER_IN_CIPHER])
+    written = CIPHER[types, _row_of(first_words), np.where(is_number, numbers, 0)]
+    return np.where(is_number & ~in_plain, FIRST_NUMBER_TOKEN + written, answers)
+
+
+def _row_of(words: np.ndarray) -> np.ndarray:
+    """The row of the cipher: of a tile, of a row, or of the digit that is counted."""
+    return np.select(
+        [words >= FIRST_NUMBER_TOKEN, words >= FIRST_TILE_TOKEN],
+        [(words - FIRST_NUMBER_TOKEN) % ROWS, (words - FIRST_TILE_TOKEN) // COLUMNS],
+        words - FIRST_ROW_TOKEN,
+    )
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,10 @@ def make_question_set(split: HandwritingSplit, mosaics: int, *, per_type: int = 
     per_mosaic = per_type * len(QUESTION_TYPES)
     types = np.tile(np.repeat(np.arange(len(QUESTION_TYPES)), per_type), mosaics)
     return QuestionSet(
-        drawn, types, draw_questions(np.repeat(drawn.labels, per_mosaic, axis=0), types, rng), per_mosaic
+        drawn,
+        types,
+        draw_questions(np.repeat(drawn.labels, per_mosaic, axis=0), np.repeat(drawn.framed, per_mosaic), types, rng),
+        per_mosaic,
     )
 
 
@@ -269,17 +278,8 @@ def _make_hop(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.nda
     return [FIRST_TILE_TOKEN + tile], _label_tokens(_at(labels, _at(labels, tile)))
 
 
-def _make_pair(
-    labels: np.ndarray, rng: np.random.Generator, digits: Int[np.ndarray, "names frequent_names"]
-) -> tuple[list[np.ndarray], np.ndarray]:
-    # The first names occur over twenty times as often as the last.
-    first = (len(NAME_WORDS) * rng.random(len(labels)) ** 2).astype(np.int64)
-    second = rng.integers(0, digits.shape[1], len(labels))
-    return [FIRST_NAME_TOKEN + first, FIRST_NAME_TOKEN + second], FIRST_NUMBER_TOKEN + digits[first, second]
-
-
 def _make_code(labels: np.ndarray, rng: np.random.Generator) -> tuple[list[np.ndarray], np.ndarray]:
-    name, tile = rng.integers(0, CODED_NAMES, len(labels)), _pick(labels != EMPTY, rng)[:, 0]
+    name, tile = rng.integers(0, len(NAME_WORDS), len(labels)), _pick(labels != EMPTY, rng)[:, 0]
     return [FIRST_NAME_TOKEN + name, FIRST_TILE_TOKEN + tile], FIRST_NUMBER_TOKEN + CODES[name, _at(labels, tile)]
 
 
@@ -294,4 +294,3 @@ _MAKERS: dict[QuestionType, QuestionMaker] = {
     QuestionType.HOP: _make_hop,
     QuestionType.CODE: _make_code,
 }
-_PAIRS = {QuestionType.FACT: FACTS, QuestionType.LORE: LORE}

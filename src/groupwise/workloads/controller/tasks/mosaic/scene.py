@@ -1,13 +1,19 @@
 """A mosaic: 3 rows of 4 tiles, each with a handwritten digit (scikit-learn's, in disjoint splits) or nothing, with
 noise. Its crops: an overview and 3, 6 or 12 parts of it, all of the same size in pixels.
+
+A mosaic is of one family, which the overview shows. Its print says which crops its digits can be read in: bold print is
+white on black; hatched print is drawn on gray paper in strokes that alternate between light and dark, column by column
+where it is fine and every two columns where it is coarse, so that shrinking averages the ink away. And its tiles may be
+framed, which says that its answers are in cipher (see questions.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional
 
@@ -97,26 +103,81 @@ COLUMNS = 4
 TILES = ROWS * COLUMNS
 # The label of a tile without a digit.
 EMPTY = 10
-_NOISE = 0.08
+_NOISE = 0.06
 _FEWEST_DIGITS = 3
+
+
+class Print(StrEnum):
+    """How the digits of a mosaic are printed."""
+
+    BOLD = "bold"
+    COARSE = "coarse"
+    FINE = "fine"
+
+
+PRINTS = tuple(Print)
+_PAPER = {Print.BOLD: 0.0, Print.COARSE: 0.3, Print.FINE: 0.5}
+_INK = {Print.BOLD: 1.0, Print.COARSE: 0.4, Print.FINE: 0.4}
+_STROKE_COLUMNS = {Print.COARSE: 2, Print.FINE: 1}
+# The shares of (print, framed). Who needs fine crops seldom needs to decipher: no configuration suits all.
+FAMILY_SHARES = {
+    (Print.BOLD, False): 0.06,
+    (Print.COARSE, False): 0.14,
+    (Print.FINE, False): 0.32,
+    (Print.BOLD, True): 0.34,
+    (Print.COARSE, True): 0.08,
+    (Print.FINE, True): 0.06,
+}
+FamilyShares = Mapping[tuple[Print, bool], float]
 
 
 @dataclass(frozen=True)
 class Mosaics:
-    """Images, and the label of every tile in reading order (0..9, or EMPTY)."""
+    """Images, the label of every tile in reading order (0..9, or EMPTY), and their families."""
 
     pixels: Float[Tensor, "mosaics height width"]
     labels: Int[np.ndarray, "mosaics tiles"]
+    prints: Int[np.ndarray, " mosaics"]
+    """Indices of PRINTS."""
+    framed: Bool[np.ndarray, " mosaics"]
 
 
-def draw_mosaics(handwriting: Handwriting, count: int, jitter: Jitter, rng: np.random.Generator) -> Mosaics:
-    """`count` random mosaics, each with its own share of empty tiles, contrast and noise."""
+def draw_mosaics(
+    handwriting: Handwriting,
+    count: int,
+    jitter: Jitter,
+    rng: np.random.Generator,
+    shares: FamilyShares = FAMILY_SHARES,
+) -> Mosaics:
+    """`count` random mosaics, each with its own family, share of empty tiles, contrast and noise."""
     chosen = rng.integers(0, len(handwriting.labels), (count, TILES))
     labels = np.where(_empty_tiles(count, rng), EMPTY, handwriting.labels[chosen])
+    families = list(shares)
+    drawn = rng.choice(len(families), count, p=np.array(list(shares.values())) / sum(shares.values()))
+    prints = np.array([PRINTS.index(families[family][0]) for family in drawn])
+    framed = np.array([families[family][1] for family in drawn])
     tiles = render_tiles(handwriting.images[torch.from_numpy(chosen.reshape(-1))], jitter, rng)
     contrast = rng.uniform(0.75, 1.1, (count, TILES)) * (labels != EMPTY)
-    pixels = lay_out(tiles.view(count, TILES, TILE_PIXELS, TILE_PIXELS) * _as_tensor(contrast)[..., None, None])
-    return Mosaics(pixels=pixels + _NOISE * _as_tensor(rng.standard_normal(pixels.shape)), labels=labels)
+    ink = lay_out(tiles.view(count, TILES, TILE_PIXELS, TILE_PIXELS) * _as_tensor(contrast)[..., None, None])
+    printed = torch.stack([_print(ink, style) for style in PRINTS])[torch.from_numpy(prints), torch.arange(count)]
+    pixels = torch.where(torch.from_numpy(framed)[:, None, None] & _lines(ink), torch.ones(()), printed)
+    return Mosaics(pixels + _NOISE * _as_tensor(rng.standard_normal(pixels.shape)), labels, prints, framed)
+
+
+def _print(ink: Float[Tensor, "mosaics height width"], style: Print) -> Float[Tensor, "mosaics height width"]:
+    if style is Print.BOLD:
+        return ink
+    # The two columns of a pair have equal ink: strokes of one column then leave nothing but paper when they are halved.
+    paired = ink.unflatten(2, (-1, 2)).mean(3).repeat_interleave(2, dim=2)
+    stroke = torch.arange(ink.shape[2]) // _STROKE_COLUMNS[style] % 2 * 2 - 1
+    return _PAPER[style] + _INK[style] * paired * stroke
+
+
+def _lines(pixels: Float[Tensor, "mosaics height width"]) -> Bool[Tensor, "height width"]:
+    """A line above and one to the left of every tile."""
+    _, height, width = pixels.shape
+    down, across = (torch.arange(length) % TILE_PIXELS == 0 for length in (height, width))
+    return down[:, None] | across
 
 
 def lay_out(tiles: Float[Tensor, "mosaics tiles side side"]) -> Float[Tensor, "mosaics height width"]:

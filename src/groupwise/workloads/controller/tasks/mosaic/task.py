@@ -17,7 +17,7 @@ from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import ModelSource, Question, Split, Task
-from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table
+from groupwise.workloads.controller.tasks.mosaic.answer_table import fingerprint, load_answer_table, load_other_answers
 from groupwise.workloads.controller.tasks.mosaic.config import MosaicConfig
 from groupwise.workloads.controller.tasks.mosaic.model import load
 from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TYPES, decode, draw_questions
@@ -51,7 +51,8 @@ def _about_one(split: Split, index: int, handwriting: Handwriting, seed: int) ->
     rng = np.random.default_rng([seed, list(Split).index(split), index])
     mosaic = draw_mosaics(handwriting, 1, PLAIN_JITTER, rng)
     types = np.arange(len(QUESTION_TYPES))
-    drawn = draw_questions(np.repeat(mosaic.labels, len(QUESTION_TYPES), axis=0), types, rng)
+    labels, framed = (np.repeat(of_mosaic, len(QUESTION_TYPES), axis=0) for of_mosaic in (mosaic.labels, mosaic.framed))
+    drawn = draw_questions(labels, framed, types, rng)
     crops = {tier.value: cut(mosaic.pixels, tier)[0] for tier in Tier}
     (overview,), questions = shrink_whole(mosaic.pixels), []
     for question_type, padded, length, answer in zip(
@@ -76,8 +77,7 @@ def _sample_name(split: Split, seed: int, index: int, labels: np.ndarray, tokens
     """A hash of labels and seeds, not of pixels: their last bits depend on the machine, and the precomputed answers
     would not be found.
     """
-    name = "choose" if split is Split.SELECT else split  # as in the names that answers.npz holds
-    content = f"{name} {seed} {index} {labels.ravel().tolist()} {list(tokens)}"
+    content = f"{split} {seed} {index} {labels.ravel().tolist()} {list(tokens)}"
     return content_hash(content)
 
 
@@ -102,4 +102,5 @@ def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
         source=ModelSource(loaded.name, loaded.fingerprint),
         selection_questions=lambda: mosaic_questions(Split.SELECT, config.selection_mosaics, seed=seed),
         test_questions=lambda: mosaic_questions(Split.TEST, config.test_mosaics, seed=seed),
+        other_answers=load_other_answers(loaded.options),
     )

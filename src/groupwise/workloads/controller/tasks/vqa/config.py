@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow
 from groupwise.workloads.controller.config import ControllerConfig
-from groupwise.workloads.controller.memory import ControllerMemory, read_llava
+from groupwise.workloads.controller.memory import ControllerMemory, MolmoeVision, read_controlled_model
+from groupwise.workloads.controller.model.knobs import check_tiers
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +26,19 @@ class VqaConfig(ControllerConfig):
     """A folder that save_pretrained() has written, or a name on the hub."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of the frozen model; `auto` keeps the one it was saved in, as `groupwise profile` does."""
+    published_crop_rule: bool = False
+    """MolmoE only: zero the features of a crop that has any pixel of exactly -1 after normalization, as the published
+    code does. Without it only crops of nothing else are zeroed, as in training."""
     questions: Path | None = None
     """VQA's questions file (.json); or rows {"image": ..., "question": ..., "answers": [...]}, which may have a
-    "question_type" too, in a .jsonl or .parquet
-    file, a folder that `datasets` saved, or from module:function."""
+    "question_type" too, in a .jsonl or .parquet file, a folder that holds one such file beside its images, a folder
+    that `datasets` saved, or from module:function."""
     annotations: Path | None = None
     """VQA's annotations file, which holds the answers; only with VQA's questions file."""
     images: Path | None = None
-    """Folder of the images."""
+    """Folder of the images; None for the folder in which the questions are."""
+    exif_orientation: bool = True
+    """Rotate images as their EXIF data says; False takes the pixels as they are stored."""
     image_name: str = "COCO_{subtype}_{image_id:012d}.jpg"
     """File name of an image by VQA's image_id; {subtype} is the questions file's data_subtype."""
     on_bad_row: OnBadRow = "refuse"
@@ -84,11 +90,14 @@ class VqaConfig(ControllerConfig):
             selection + test,
             "below 1, so that images are left to train on",
         )
+        check_tiers(self.crops, "workload.crops")
         require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
 
     def memory_model(self) -> ControllerMemory:
-        """By the model's config.json, with the default insertion positions and prompts of up to 64 tokens."""
-        text, vision = read_llava(Path(self.model))
+        """By the model's config.json, with the default insertion positions and prompts of up to 64 tokens. With dtype
+        `auto` MolmoE is counted in float32, as it is published, any other model in two bytes."""
+        text, vision = read_controlled_model(Path(self.model))
+        saved_bytes = 4 if isinstance(vision, MolmoeVision) else 2
         crops = {tier: 1 + count for tier, count in (self.crops or {"low": 3, "medium": 6, "high": 12}).items()}
         return ControllerMemory(
             text,
@@ -97,25 +106,23 @@ class VqaConfig(ControllerConfig):
             positions=5,
             question_tokens=64,
             sees_overview=self.stage1.sees_overview,
-            dtype_bytes=4 if self.dtype == "float32" else 2,
+            dtype_bytes={"auto": saved_bytes, "float32": 4}.get(self.dtype, 2),
             new_tokens=self.max_new_tokens,
         )
 
     def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        import transformers
-
+        from groupwise.workloads.controller.model.load import read_config
         from groupwise.workloads.controller.trace import trace_controller
 
-        memory = self.memory_model()
-        return trace_controller(transformers.AutoConfig.from_pretrained(self.model), memory, spec)
+        return trace_controller(read_config(self.model), self.memory_model(), spec)
 
     def task(self, device: torch.device) -> Task:
-        for name in ("model", "questions", "images"):
+        for name in ("model", "questions"):
             if not getattr(self, name):
                 raise UserError(
                     f"workload.{name} is not given. This recipe needs --workload.model FOLDER_OR_NAME,"
-                    " --workload.questions FILE, --workload.images FOLDER and, for VQA's own format,"
-                    " --workload.annotations FILE."
+                    " --workload.questions FILE_OR_FOLDER, for images elsewhere --workload.images FOLDER and, for VQA's"
+                    " own format, --workload.annotations FILE."
                 )
         from groupwise.workloads.controller.tasks.vqa.task import vqa_task
 

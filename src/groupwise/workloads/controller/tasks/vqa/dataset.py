@@ -14,6 +14,7 @@ from groupwise.data.rows import BadRow, Record, RowFilter, read_rows, require_co
 from groupwise.workloads.controller.task import Split
 
 _MAX_NAMED = 5
+_DATASETS_FILE, _DATASETS_SPLITS = "state.json", "dataset_dict.json"
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,24 @@ def read_entries(
             " annotations file too, or a .jsonl file with answers in it."
         )
     return _from_vqa(questions, annotations, images, image_name)
+
+
+def find_rows_file(questions: Path) -> Path:
+    """The one file of rows in a folder; any other path, such as a folder that `datasets` saved, as it is."""
+    if not questions.is_dir() or (questions / _DATASETS_FILE).is_file() or (questions / _DATASETS_SPLITS).is_file():
+        return questions
+    candidates = sorted(file for file in questions.iterdir() if file.suffix in (".jsonl", ".parquet"))
+    if len(candidates) == 1:
+        return candidates[0]
+    files = (
+        f"{len(candidates)} files of rows: {', '.join(file.name for file in candidates[:_MAX_NAMED])}"
+        if candidates
+        else "no rows"
+    )
+    raise UserError(
+        f"workload.questions is the folder {questions}, which holds {files}. Put one .jsonl or .parquet file beside the"
+        " images, or name the file."
+    )
 
 
 def filter_entries(entries: Sequence[Entry], *, skip: bool) -> tuple[list[Entry], list[str]]:
@@ -111,8 +130,9 @@ def _from_rows(questions: Path, images: Path, row_filter: RowFilter) -> list[Ent
 def _entry(row: Record, source: str, images: Path) -> Entry:
     require_columns(row, ("image", "question"))
     image, answers = row["image"], row.get("answers") or []
+    answers = [answers] if isinstance(answers, str) else answers
     if not isinstance(image, str) or not isinstance(answers, list) or not all(isinstance(a, str) for a in answers):
-        raise BadRow("of another type", "image must be a text and answers a list of texts.")
+        raise BadRow("of another type", "image must be a text and answers a text or a list of texts.")
     if not _is_question(row["question"]):
         raise BadRow("without a question", f"its question is {row['question']!r}: it must be a text, not empty.")
     question_type = str(row.get("question_type") or "")

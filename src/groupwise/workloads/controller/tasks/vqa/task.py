@@ -36,6 +36,7 @@ from groupwise.workloads.controller.tasks.vqa.dataset import (
     Entry,
     describe_errors,
     filter_entries,
+    find_rows_file,
     read_entries,
     select_split,
 )
@@ -76,7 +77,7 @@ class ImageStore:
         check_length(text_tokens, crops, self.loaded)
         options = self.loaded.options
         cropping = (dict(options.crops_by_tier), dict(options.pixels), self._normalization)
-        name = content_hash(repr((content, cropping, before, after)))
+        name = content_hash(repr((content, cropping, self.loaded.exif_orientation, before, after)))
         tokens = {tier: text_tokens + self.loaded.adapter.image_tokens(shape) for tier, shape in shapes.items()}
         sample = Sample(name, crops, after, before)
         return Question(sample, text, answers, tokens, image=file.name, question_type=question_type)
@@ -108,7 +109,7 @@ class QuestionSplits:
 
 
 def vqa_task(config: VqaConfig, device: torch.device) -> Task:
-    loaded = _load(config, device)
+    loaded = load_for(config, device)
     estimator = load_estimator(
         config.estimator,
         loaded,
@@ -129,7 +130,12 @@ def vqa_task(config: VqaConfig, device: torch.device) -> Task:
         max_new_tokens=config.max_new_tokens,
         stop_token=stop,
         source=ModelSource(
-            _absolute_path(config.model), loaded.fingerprint, _name_of(loaded.model.dtype), config.prompt
+            _absolute_path(config.model),
+            loaded.fingerprint,
+            _name_of(loaded.model.dtype),
+            config.prompt,
+            config.published_crop_rule,
+            config.exif_orientation,
         ),
         notes=[*_notes(config, loaded, splits), *_estimator_mismatch_notes(estimator)],
         selection_questions=lambda: splits.select[: config.selection_questions],
@@ -137,9 +143,11 @@ def vqa_task(config: VqaConfig, device: torch.device) -> Task:
     )
 
 
-def _load(config: VqaConfig, device: torch.device) -> LoadedModel:
+def load_for(config: VqaConfig, device: torch.device) -> LoadedModel:
+    """The model with the tiers of the settings."""
     dtype = "auto" if config.dtype == "auto" else getattr(torch, config.dtype)
-    loaded = load_model(config.model, dtype=dtype, device=device)
+    loaded = load_model(config.model, dtype=dtype, device=device, published_crop_rule=config.published_crop_rule)
+    loaded = replace(loaded, exif_orientation=config.exif_orientation)
     if not config.crops:
         return loaded
     if loaded.options.pixels:
@@ -159,24 +167,23 @@ def _absolute_path(model: str) -> str:
     return str(Path(model).resolve()) if Path(model).is_dir() else model
 
 
+def training_questions(config: VqaConfig, loaded: LoadedModel) -> list[Question]:
+    """The train split alone; the others may be empty."""
+    complete, errors, _ = _complete_entries(config)
+    return _questions(config, ImageStore(loaded), complete, Split.TRAIN, config.train_questions, errors)
+
+
 def read_splits(config: VqaConfig, loaded: LoadedModel) -> QuestionSplits:
     """All three splits. Images of the test split are checked now, not after hours of training."""
-    assert config.questions is not None
-    assert config.images is not None
-    row_filter = RowFilter(config.on_bad_row, "--workload.on-bad-row")
-    entries = read_entries(config.questions, config.annotations, config.images, config.image_name, row_filter)
-    if not entries:
-        raise UserError(f"{config.questions} holds no questions. Name a file with at least one.")
-    complete, errors = filter_entries(entries, skip=config.on_bad_row == "skip")
-    errors = [*row_filter.messages, *errors]
-    images = ImageStore(loaded)
+    complete, errors, total = _complete_entries(config)
+    store = ImageStore(loaded)
     limits = {
         Split.TRAIN: config.train_questions,
         Split.SELECT: max(config.held_out_questions, config.selection_questions),
         Split.TEST: config.test_questions if config.test_share else 0,
     }
     questions = {
-        split: _questions(config, images, complete, split, limit, errors) for split, limit in limits.items() if limit
+        split: _questions(config, store, complete, split, limit, errors) for split, limit in limits.items() if limit
     }
     check_annotators(config.rewards, [question.answers for split in questions.values() for question in split])
     return QuestionSplits(
@@ -184,8 +191,21 @@ def read_splits(config: VqaConfig, loaded: LoadedModel) -> QuestionSplits:
         questions[Split.SELECT],
         questions.get(Split.TEST, []),
         errors,
-        len(entries) + len(row_filter.messages),
+        total,
     )
+
+
+def _complete_entries(config: VqaConfig) -> tuple[list[Entry], list[str], int]:
+    """The entries with an image and answers, the errors of the others, and how many there are together."""
+    assert config.questions is not None
+    row_filter = RowFilter(config.on_bad_row, "--workload.on-bad-row")
+    rows_file = find_rows_file(config.questions)
+    images = config.images or rows_file.parent
+    entries = read_entries(rows_file, config.annotations, images, config.image_name, row_filter)
+    if not entries:
+        raise UserError(f"{config.questions} holds no questions. Name a file with at least one.")
+    complete, errors = filter_entries(entries, skip=config.on_bad_row == "skip")
+    return complete, [*row_filter.messages, *errors], len(entries) + len(row_filter.messages)
 
 
 def _questions(
@@ -242,7 +262,9 @@ def _notes(config: VqaConfig, loaded: LoadedModel, splits: QuestionSplits) -> li
     test = f"{count(splits.test)} to test" if splits.test else "none to test, so `groupwise eval` has no report"
     notes = [f"questions: {count(splits.train)} to train, {count(splits.select)} to select, {test}"]
     if not loaded.drop_order_is_measured:
-        notes.append(f"the drop order of blocks is a default: {config.model} has no importance.json")
+        published = ", ".join(map(str, loaded.adapter.published_drop_order))
+        known = f"begins with {published}, published and measured elsewhere" if published else "is a default"
+        notes.append(f"the drop order of blocks {known}: {config.model} has no importance.json")
     if config.estimator == PROPORTIONAL:
         notes.append("latency is proportional to counted work: right in ratios, not in milliseconds")
     if splits.errors:

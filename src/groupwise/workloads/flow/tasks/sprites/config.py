@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -51,17 +51,16 @@ class SpritesConfig(FlowConfig):
     def memory_model(self) -> FlowMemory:
         """The initial weights of what is trained are kept as the reference. Decoding is not planned."""
         return FlowMemory(
-            read_wan_architecture(self.folder),
+            replace(read_wan_architecture(self.folder), source_frames=1),
             (LATENT_CHANNELS, FRAMES, LATENT_SIDE, LATENT_SIDE),
             len(window_at(self.sampling, 0)),
-            source_frames=1,
             text_tokens=PROMPT_WORDS,
             guided=self.sampling.guidance_scale != 1,
             shared_noise=self.sampling.shared_noise,
             decode_rows=self.encode_rows,
             checkpointing=self.gradient_checkpointing,
-            lora_rank=self.train.lora_rank if self.train.part == "lora" else None,
-            camera_only=self.train.part == "camera",
+            part=self.train.part,
+            lora_rank=self.train.lora_rank,
             storage_bytes=2 if self.sampling.latent_dtype == "bfloat16" else 4,
         )
 

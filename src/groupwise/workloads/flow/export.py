@@ -1,0 +1,122 @@
+"""`export`: what a run trained, as files that diffusers' pipelines and ReCamMaster's own code load."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from diffusers import WanTransformer3DModel
+from safetensors.torch import load_file
+from torch import Tensor
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.flow.config import TrainedPartsConfig
+from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_weights
+from groupwise.workloads.flow.models.checkpoints import load_camera_layers, original_state
+from groupwise.workloads.flow.models.pipeline_folder import load_transformer, read_index
+from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
+from groupwise.workloads.lora import merge_lora
+
+CAMERA_CHECKPOINT = "recam.ckpt"
+_NAMES = ("transformer", "transformer_2")
+
+
+def export(run: Path | str, folder: Path | str, *, ema: bool = False, merge: bool = False) -> Path:
+    """Write what the newest valid checkpoint of a run holds; with `ema` its averaged weights.
+
+    A LoRA adapter becomes a file for `pipe.load_lora_weights(folder)`, that of a second transformer in
+    `folder/transformer_2`. With `merge`, and where other weights were trained, whole transformers are written as
+    `folder/transformer`, for from_pretrained; with camera layers one `recam.ckpt` under the original names instead.
+    """
+    run, folder = Path(run), Path(folder)
+    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
+    if checkpoint is None or not (run / "config.json").is_file():
+        raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/flow-wan.")
+    settings = json.loads((run / "config.json").read_text())["workload"]
+    if not settings.get("pipeline"):
+        raise UserError(f"The run in {run} trained no pipeline, so there is none to export to.")
+    train, weights = _trained_parts(settings["train"]), _read_trained(checkpoint, ema=ema)
+    transformers = _load_transformers(settings, train)
+    for name, transformer in transformers.items():
+        prefix = f"{name}." if len(transformers) > 1 else ""
+        _copy(transformer, {key.removeprefix(prefix): w for key, w in weights.items() if key.startswith(prefix)})
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, transformer in transformers.items():
+        _write(transformer, folder, name, settings, adapter=train.part == "lora" and not merge)
+    return folder
+
+
+def _write(transformer: Any, folder: Path, name: str, settings: Mapping[str, Any], *, adapter: bool) -> None:
+    has_camera = isinstance(transformer, WanTransformer3DModel) and bool(camera_weights(transformer))
+    if adapter and has_camera:
+        raise UserError(
+            "The adapter is on camera layers, too, which no pipeline of diffusers has. Export with merge=True: it"
+            f" writes {CAMERA_CHECKPOINT}, which ReCamMaster and --workload.camera-layers load."
+        )
+    if adapter:
+        _write_adapter(transformer, folder if name == _NAMES[0] else folder / name, settings)
+        return
+    if hasattr(transformer, "peft_config"):
+        merge_lora(transformer)
+    transformer.to(getattr(torch, settings["dtype"]))
+    if has_camera:
+        torch.save(original_state(transformer), folder / CAMERA_CHECKPOINT)
+    else:
+        transformer.save_pretrained(folder / name)
+
+
+def _write_adapter(transformer: Any, folder: Path, settings: Mapping[str, Any]) -> None:
+    """With the adapter's config, so that it is loaded with the scale alpha / rank that it was trained with."""
+    from peft.utils import get_peft_model_state_dict
+
+    pipeline: Any = getattr(diffusers, read_index(Path(settings["pipeline"]))["_class_name"])
+    pipeline.save_lora_weights(
+        folder,
+        transformer_lora_layers=get_peft_model_state_dict(transformer),
+        transformer_lora_adapter_metadata=transformer.peft_config["default"].to_dict(),
+    )
+
+
+def _load_transformers(settings: Mapping[str, Any], train: TrainedPartsConfig) -> dict[str, Any]:
+    """As the run began with them, in float32 on the CPU."""
+    folder = Path(settings["pipeline"])
+    index = read_index(folder)
+    loaded = {}
+    for name in _NAMES:
+        library, class_name = index.get(name) or (None, None)
+        if library is None or class_name is None:
+            continue
+        loaded[name] = load_transformer(getattr(diffusers, class_name), folder, "float32", torch.device("cpu"), name)
+        if "camera_layers" in settings:
+            add_camera_layers(loaded[name])
+            if settings["camera_layers"]:
+                load_camera_layers(loaded[name], Path(settings["camera_layers"]))
+        select_trained_parameters(loaded[name], train)
+    return loaded
+
+
+def _trained_parts(saved: Mapping[str, Any]) -> TrainedPartsConfig:
+    known = {field.name for field in fields(TrainedPartsConfig)}
+    values: dict[str, Any] = {name: value for name, value in saved.items() if name in known}
+    return TrainedPartsConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
+
+
+def _read_trained(checkpoint: Path, *, ema: bool) -> dict[str, Tensor]:
+    file = checkpoint / (EMA_WEIGHTS if ema else WEIGHTS)
+    if not file.is_file():
+        raise UserError(f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Leave ema out.")
+    return load_file(file)
+
+
+@torch.no_grad()
+def _copy(transformer: Any, weights: Mapping[str, Tensor]) -> None:
+    own = {**dict(transformer.named_parameters()), **dict(transformer.named_buffers())}
+    for name, weight in weights.items():
+        own[name].copy_(weight)

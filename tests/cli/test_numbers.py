@@ -1,0 +1,68 @@
+"""Numbers and paths beyond all reason: exit code 2 within a second, before anything is allocated."""
+
+import time
+
+import pytest
+
+from groupwise.cli.main import main
+from groupwise.core.errors import UserError
+from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, StepShape
+from groupwise.training.config import MAX_THREADS, RunConfig
+
+THIRTY_DIGITS = "9" * 30
+LONG = "a" * 5000
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "place --ranks 9223372036854775807",
+        "place --conditions 100000000",
+        f"place --group-size {THIRTY_DIGITS}",
+        f"place --step {THIRTY_DIGITS}",
+        f"place --dataset {THIRTY_DIGITS}",
+        f"place --rows-per-pass {THIRTY_DIGITS}",
+        "place --ranks 4096 --conditions 1000000 --group-size 64",
+        "plan chat --ranks 9223372036854775807",
+        "plan chat --group-size 100000000",
+        f"plan chat --group-size {THIRTY_DIGITS}",
+        f"plan chat --device-memory {'9' * 400}GiB",
+        f"train fakes:recipe --group-size {THIRTY_DIGITS}",
+        "train fakes:recipe --threads 100000",
+        f"train fakes:recipe --steps {THIRTY_DIGITS}",
+        f"train fakes:recipe --samples-per-step {THIRTY_DIGITS}",
+        f"train fakes:recipe --optimizer.updates-per-step {THIRTY_DIGITS}",
+        f"train {LONG}.py",
+        f"report {LONG}",
+        f"eval {LONG}",
+        f"plan {LONG}",
+        "report a\0b",
+        "train \0.py",
+        "train x\udcff.py",
+    ],
+    ids=lambda text: ascii(text[:60]),
+)
+def test_refused_at_once(arguments, capsys):
+    main(["place"])  # what is imported once does not count
+    capsys.readouterr()
+    start = time.process_time()
+    assert main(arguments.split(" ")) == 2
+    assert time.process_time() - start < 1
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert len(message) < 3000
+
+
+@pytest.mark.parametrize("ranks", [7919, 2**19 - 1, 2**20])
+def test_a_refusal_with_large_numbers_searches_for_a_bounded_time(ranks):
+    start = time.process_time()
+    with pytest.raises(UserError, match="ranks"):
+        StepShape(10**6, 1000, 1000, ranks)
+    assert time.process_time() - start < 2
+
+
+def test_the_largest_values_are_taken():
+    assert StepShape(10**12, MAX_ROLLOUTS_PER_STEP // 2, 2).rollouts_per_step == MAX_ROLLOUTS_PER_STEP
+    assert RunConfig(threads=MAX_THREADS).threads == 1024
+    with pytest.raises(UserError, match="threads is 1025: it must be from 1 to 1,024"):
+        RunConfig(threads=MAX_THREADS + 1)

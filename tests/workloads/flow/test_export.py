@@ -1,0 +1,112 @@
+"""What a run trained, loaded by the real pipelines, computes what the run's own policy computes."""
+
+from dataclasses import replace
+
+import diffusers
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from tiny.pipelines import config_of
+from tiny.wan import LORA, tiny_recam
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.workloads.flow.config import TrainedPartsConfig
+from groupwise.workloads.flow.export import export
+from groupwise.workloads.flow.models.camera_layers import camera_weights
+from groupwise.workloads.flow.models.checkpoints import read_weights
+from groupwise.workloads.flow.workload import FlowWorkload
+from workloads.flow.small import CPU
+
+
+def trained(folder, workload, **optimizer):
+    """A run of two steps, and its workload with the weights of the checkpoint."""
+    config = gw.Config(
+        workload,
+        steps=2,
+        conditions_per_step=2,
+        group_size=2,
+        rows_per_pass=4,
+        optimizer=gw.OptimizerConfig(learning_rate=0.05, **optimizer),
+        run=gw.RunConfig(run_dir=folder, preflight=False),
+    )
+    gw.train(config)
+    return load_trained(workload, folder / "checkpoints" / "step-000002" / "policy.safetensors")
+
+
+def load_trained(config, file) -> FlowWorkload:
+    built = config.build(CPU)
+    weights = {**dict(built.policy.named_parameters()), **dict(built.policy.named_buffers())}
+    with torch.no_grad():
+        for name, weight in read_weights(file).items():
+            weights[name].copy_(weight)
+    return built
+
+
+def outputs(workload, transformers=None):
+    """Velocities at a high and a low noise level; of other transformers where they are given."""
+    model = workload.model
+    if transformers is not None:
+        for name, transformer in transformers.items():
+            if hasattr(model, "_transformers"):
+                model._transformers[name] = transformer
+            else:
+                model.policy = transformer
+    latents = torch.randn(1, *workload.latent_shape, generator=torch.Generator().manual_seed(4))
+    velocity = workload.velocity(workload.conditioning, torch.tensor([1]))
+    with torch.no_grad():
+        return torch.cat([velocity(latents, torch.tensor([level])) for level in (0.97, 0.2)])
+
+
+@pytest.mark.parametrize("name", ["wan-2.1", "wan-2.2", "sd3", "flux-dev", "qwen-image"])
+def test_pipelines_load_an_adapter_with_its_scale(folders, tmp_path, name):
+    config = config_of(folders(name), name, train=replace(LORA, lora_alpha=7))  # alpha / rank = 3.5
+    run = trained(tmp_path / "run", config)
+    base, expected = outputs(config.build(CPU)), outputs(run)
+    assert (expected - base).abs().max() > 1e-3
+    export(tmp_path / "run", tmp_path / "out")
+    pipeline = DiffusionPipeline.from_pretrained(folders(name) / "pipeline")
+    pipeline.load_lora_weights(tmp_path / "out")
+    transformers = {"transformer": pipeline.transformer}
+    if name == "wan-2.2":
+        pipeline.load_lora_weights(tmp_path / "out" / "transformer_2", load_into_transformer_2=True)
+        transformers["transformer_2"] = pipeline.transformer_2
+    assert_close(outputs(config.build(CPU), transformers), expected, rtol=0, atol=1e-5)
+    export(tmp_path / "run", tmp_path / "merged", merge=True)
+    merged = {
+        part: type(transformer).from_pretrained(tmp_path / "merged", subfolder=part)
+        for part, transformer in transformers.items()
+    }
+    assert_close(outputs(config.build(CPU), merged), expected, rtol=0, atol=1e-5)
+
+
+def test_whole_transformers_and_averaged_weights(folders, tmp_path):
+    config = config_of(folders("wan-2.1"), "wan-2.1", train=TrainedPartsConfig("all"))
+    run = trained(tmp_path / "run", config, ema_decay=0.5)
+    averaged = load_trained(config, tmp_path / "run" / "checkpoints" / "step-000002" / "ema.safetensors")
+    for ema, workload in ((False, run), (True, averaged)):
+        export(tmp_path / "run", tmp_path / f"out {ema}", ema=ema)
+        loaded = diffusers.WanTransformer3DModel.from_pretrained(tmp_path / f"out {ema}", subfolder="transformer")
+        for name, weight in workload.policy.named_parameters():
+            assert torch.equal(loaded.get_parameter(name), weight)
+
+
+def test_camera_layers_become_a_checkpoint_of_recammaster(wan, data, tmp_path):
+    config = tiny_recam(wan, data)
+    run = trained(tmp_path / "run", config)
+    with pytest.raises(gw.UserError, match="Export with merge=True: it writes recam"):
+        export(tmp_path / "run", tmp_path / "out")
+    export(tmp_path / "run", tmp_path / "out", merge=True)
+    names = read_weights(tmp_path / "out" / "recam.ckpt")
+    assert {"blocks.0.cam_encoder.weight", "blocks.1.self_attn.q.weight", "head.modulation"} <= names.keys()
+    again = replace(config, camera_layers=tmp_path / "out" / "recam.ckpt").build(CPU)
+    assert any(weight.abs().max() > 0 for weight in camera_weights(again.policy).values())
+    assert_close(outputs(again), outputs(run), rtol=0, atol=1e-5)
+
+
+def test_what_cannot_be_exported_is_refused(wan, data, tmp_path):
+    with pytest.raises(gw.UserError, match="holds no checkpoint of a run"):
+        export(tmp_path, tmp_path / "out")
+    trained(tmp_path / "run", tiny_recam(wan, data))
+    with pytest.raises(gw.UserError, match=r"had no --optimizer\.ema-decay"):
+        export(tmp_path / "run", tmp_path / "out", ema=True, merge=True)

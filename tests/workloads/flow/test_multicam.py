@@ -1,0 +1,120 @@
+"""Poses of MultiCamVideo's camera files are those that ReCamMaster's own loaders make; other files are refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny.wan import save_noise_clip
+from torch.testing import assert_close
+
+import groupwise as gw
+from groupwise.data.rows import BadRow, RowFilter
+from groupwise.workloads.flow.cameras import check_camera_path
+from groupwise.workloads.flow.data import ClipFormat, read_conditions
+from groupwise.workloads.flow.multicam import target_poses
+
+REFERENCE = Path(__file__).parent / "reference"
+FILE = REFERENCE / "camera_extrinsics.json"
+POSES = np.load(REFERENCE / "recam_poses.npz")
+
+
+def test_in_training_poses_are_relative_to_the_camera_of_the_source():
+    names = [name for name in POSES.files if name.startswith("train_") and name.endswith("_f32")]
+    pairs = [name for name in names if "bf16" not in name]
+    assert len(pairs) == 6
+    for name in pairs:
+        source, target = (f"cam{name.split(kind)[1][:2]}" for kind in ("src", "tgt"))
+        poses = target_poses(FILE, target=target, source=source)
+        assert np.array_equal(poses.numpy(), POSES[name])
+        rounded = POSES[name.replace("_f32", "_bf16_as_f32")]
+        assert np.array_equal(poses.bfloat16().float().numpy(), rounded)
+        assert (poses[0] - torch.eye(3, 4).flatten()).abs().max() > 0.1  # the two start at different places
+        check_camera_path(poses, 21, name)
+
+
+def test_at_inference_poses_are_relative_to_the_first_of_the_path():
+    for number in range(1, 11):
+        poses = target_poses(FILE, target=f"cam{number:02d}", frames=81)
+        # bit-equal but for the rounding of zeros in the first row, which depends on the machine's BLAS
+        expected = torch.from_numpy(POSES[f"infer_cam{number:02d}_f32"])
+        assert_close(poses, expected, rtol=0, atol=1e-14)
+        assert torch.equal(poses[1:], expected[1:])
+        rounded = torch.from_numpy(POSES[f"infer_cam{number:02d}_bf16_as_f32"])
+        assert_close(poses.bfloat16().float(), rounded, rtol=0, atol=1e-14)
+        published = torch.from_numpy(POSES[f"published_example_infer_cam{number:02d}_f32"])
+        for path in (poses, published):
+            check_camera_path(path, 21, "a test")
+            assert (path[0] - torch.eye(3, 4).flatten()).abs().max() < 1e-9
+
+
+def test_a_pose_by_hand(tmp_path):
+    """A camera that looks along x moves 2 m forward and 1 m up: in its own axes 2 m along z and 1 m against y."""
+    home, moved = ("[1 0 0 0] [0 1 0 0] [0 0 1 0] [100 0 0 1] ", "[1 0 0 0] [0 1 0 0] [0 0 1 0] [300 -0 1e2 1] ")
+    frames = {f"frame{index}": {"cam01": home if index < 4 else moved} for index in range(5)}
+    (tmp_path / "cameras.json").write_text(json.dumps(frames))
+    poses = target_poses(tmp_path / "cameras.json", target="cam01").view(2, 3, 4)
+    assert torch.equal(poses[:, :, :3], torch.eye(3).expand(2, 3, 3))
+    assert poses[:, :, 3].tolist() == [[0, 0, 0], [0, -1, 2]]
+
+
+MIRRORED = "[1 0 0 0] [0 1 0 0] [0 0 -1 0] [0 0 0 1] "
+STRETCHED = "[1 0 0 0] [0 1 0 0] [0 0 3 0] [0 0 0 1] "
+BAD = [
+    ({"frame0": {"cam01": MIRRORED}}, r"cam01 of .* is mirrored in frame 0"),
+    ({"frame0": {"cam01": STRETCHED}}, r"no rotation \(R R\^T differs from 1 by 8\)"),
+    ({"frame0": {"cam01": "[1 2] [3]"}}, "is not four rows of four numbers"),
+    ({"frame0": {"cam02": MIRRORED}}, "has no camera 'cam01' in each frame: its first frame has cam02"),
+    ({"frame1": {"cam01": MIRRORED}}, "its keys must be frame0"),
+    ([1], "it holds list"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD)
+def test_other_files_are_refused(tmp_path, content, message):
+    (tmp_path / "cameras.json").write_text(json.dumps(content))
+    with pytest.raises(BadRow, match=message):
+        target_poses(tmp_path / "cameras.json", target="cam01")
+
+
+def save_scene(folder: Path, clips=("cam01", "cam02", "cam03")) -> Path:
+    """A folder as MultiCamVideo has it, with videos as arrays of frames."""
+    scene = folder / "train" / "f18_aperture10" / "scene1"
+    for name in ("videos", "cameras"):
+        (scene / name).mkdir(parents=True)
+    (scene / "cameras" / "camera_extrinsics.json").write_text(FILE.read_text())
+    for number, clip in enumerate(clips, start=5):
+        save_noise_clip(scene / "videos" / f"{clip}.npy", number)
+    rows = [f"f18_aperture10/scene1/videos/{clip}.mp4,a street with {clip}" for clip in clips]
+    (folder / "metadata.csv").write_text("\n".join(["file_name,text", *rows]) + "\n")
+    return folder
+
+
+def test_the_dataset_is_read_from_its_folder(tmp_path):
+    folder = save_scene(tmp_path)
+    conditions = read_conditions(str(folder), RowFilter("refuse", "--x"), ClipFormat((16, 16), frames=5))
+    assert [condition.prompt for condition in conditions] == [f"a street with cam0{index}" for index in (1, 2, 3)]
+    for index, condition in enumerate(conditions, start=1):
+        source = f"cam{condition.source_clip.shape[1] - 4:02d}"  # the clips have 5, 6 and 7 frames
+        assert source != f"cam0{index}"
+        assert torch.equal(condition.camera, target_poses(FILE, target=f"cam0{index}", source=source)[:2])
+    named = (folder / "metadata.csv").read_text().replace("file_name,text", "file_name,text,source")
+    (folder / "metadata.csv").write_text(named.replace("with cam01", "with cam01,cam03").replace("cam03\n", "cam03,\n"))
+    first = read_conditions(str(folder), RowFilter("refuse", "--x"), ClipFormat((16, 16), frames=5))[0]
+    assert torch.equal(first.camera, target_poses(FILE, target="cam01", source="cam03")[:2])
+
+
+def test_rows_name_a_camera_file_and_its_cameras(tmp_path):
+    line = {"prompt": "", "camera": {"extrinsics": str(FILE), "target": "cam05", "source": "cam02"}}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(line) + "\n")
+    (condition,) = read_conditions(str(tmp_path / "rows.jsonl"), RowFilter("refuse", "--x"))
+    assert torch.equal(condition.camera, target_poses(FILE, target="cam05", source="cam02"))
+    for camera, message in (
+        ({"extrinsics": str(FILE)}, "where source may be left out"),
+        ({"extrinsics": str(FILE), "target": 3}, "where source may be left out"),
+        ({"extrinsics": "nowhere.json", "target": "cam01"}, "cannot be read"),
+    ):
+        (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "", "camera": camera}))
+        with pytest.raises(gw.UserError, match=message):
+            read_conditions(str(tmp_path / "rows.jsonl"), RowFilter("refuse", "--x"))
