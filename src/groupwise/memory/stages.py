@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.shape import StepShape
+from groupwise.memory.sharding import Sharding, ShardUnits, UnitParams, per_rank
 
 BytesByPart = Mapping[str, int]
 FRAMEWORK_PART = "framework (margin)"
@@ -22,6 +23,8 @@ class StepSpec:
     has_ema: bool = False
     fused_optimizer: bool = False
     """AdamW's step needs no temporaries, as on CPU and CUDA. False also while the device is not known."""
+    sharding: Sharding | None = None
+    """None where each rank has a whole copy."""
 
     def conditions_in(self, rows: int) -> int:
         """Most different conditions in a pass of so many rows: few where a group stays on one rank.
@@ -66,22 +69,57 @@ class WeightBytes:
     trained_params: int
     frozen_dtype_bytes: int = 4
     trained_dtype_bytes: int = 4
+    units: ShardUnits | None = None
+    """What is gathered together where weights are sharded; None for a model that is one unit."""
 
-    def by_part(self, spec: StepSpec, *, reference_copies: int = 0) -> dict[str, int]:
-        """AdamW keeps two moments of every trained parameter, in the parameter's own dtype."""
+    def by_part(self, spec: StepSpec, *, reference_copies: int = 0, one_backward: bool | None = None) -> dict[str, int]:
+        """AdamW keeps two moments of every trained parameter, in the parameter's own dtype.
+
+        `one_backward` says whether a step has one backward pass alone; None for one in each pass.
+        """
         trained = self.trained_params * self.trained_dtype_bytes
         weights = self.frozen_params * self.frozen_dtype_bytes + trained
+        gradients = trained if self._sums_uncut_gradients(spec, one_backward) else per_rank(trained, spec.sharding)
         return {
-            "weights": weights,
-            "gradients": trained,
-            "optimizer": 2 * trained,
-            "EMA weights": trained if spec.has_ema else 0,
-            "reference": reference_copies * weights,
+            "weights": per_rank(weights, spec.sharding),
+            "gradients": gradients,
+            "optimizer": per_rank(2 * trained, spec.sharding),
+            "EMA weights": per_rank(trained, spec.sharding) if spec.has_ema else 0,
+            "reference": reference_copies * per_rank(weights, spec.sharding),
         }
 
-    def optimizer_temporaries(self, spec: StepSpec) -> int:
-        """Intermediate results of AdamW's step: one number for every parameter, or none where it is fused."""
-        return 0 if spec.fused_optimizer else self.trained_params * self.trained_dtype_bytes
+    def optimizer_temporaries(self, spec: StepSpec, *, one_backward: bool | None = None) -> int:
+        """Intermediate results of AdamW's step: one number for every parameter, or none where it is fused.
+
+        None also where uncut gradients, which the exchange has freed by then, took more than the temporaries take.
+        """
+        if spec.fused_optimizer or self._sums_uncut_gradients(spec, one_backward):
+            return 0
+        return per_rank(self.trained_params * self.trained_dtype_bytes, spec.sharding)
+
+    def while_gathered_in_rollout(self, spec: StepSpec, candidates: Sequence[BytesByPart]) -> list[BytesByPart]:
+        """The candidates for a rollout's peak, with what is gathered then."""
+        if spec.sharding is None:
+            return list(candidates)
+        gathered = self._units.rollout_bytes(spec.sharding.rollout)
+        return [{**gathered, **candidate} for candidate in candidates]
+
+    def while_gathered_in_update(self, spec: StepSpec, candidates: Sequence[BytesByPart]) -> list[BytesByPart]:
+        """The candidates for a pass's peak, with what is gathered then; and the exchange of the root's gradient."""
+        if spec.sharding is None:
+            return list(candidates)
+        gathered = self._units.update_bytes()
+        return [*({**gathered, **candidate} for candidate in candidates), self._units.root_exchange_bytes()]
+
+    @property
+    def _units(self) -> ShardUnits:
+        root = UnitParams(self.frozen_params, self.trained_params)
+        number = self.trained_dtype_bytes
+        return self.units or ShardUnits(UnitParams(), root, root.total, number, number)
+
+    def _sums_uncut_gradients(self, spec: StepSpec, one_backward: bool | None) -> bool:
+        one_backward = spec.shape.passes == 1 if one_backward is None else one_backward
+        return spec.sharding is not None and spec.sharding.exchange == "step" and not one_backward
 
 
 def peak_of_rollout(persistent: BytesByPart, candidates: Sequence[BytesByPart]) -> dict[str, int]:

@@ -128,13 +128,16 @@ class ControllerMemory:
         return encoder + stage_one + stage_two + heads
 
     def predict(self, spec: StepSpec) -> StageBytes:
+        """Only the policy can be sharded: the frozen model runs to another depth on each rank, so it stays whole."""
         policy = WeightBytes(0, self.policy_params)
         frozen = {part: count * self.dtype_bytes for part, count in self.frozen_params.items()}
         persistent = frozen | policy.by_part(spec)
         temporaries, one_pass = policy.optimizer_temporaries(spec), spec.shape.passes == 1
+        rollout = policy.while_gathered_in_rollout(spec, self._rollout_peaks(spec))
+        update = policy.while_gathered_in_update(spec, [self._update_peak(spec)])
         return StageBytes(
-            peak_of_rollout(persistent, self._rollout_peaks(spec)),
-            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_pass),
+            peak_of_rollout(persistent, rollout),
+            peak_of_update(persistent, update, temporaries, one_pass=one_pass),
         )
 
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:
