@@ -182,8 +182,8 @@ def check_weights_fit(model: MemoryModel, spec: StepSpec, device_bytes: int) -> 
 
 
 def evaluate_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float = 1.0) -> PlannedSetting:
-    """What a setting takes. Where it is sharded, what takes more memory and less traffic is chosen if it fits a share of
-    the device: all weights gathered for the rollout, and one exchange of gradients per step.
+    """What a setting takes. Where it is sharded, what takes more memory and less traffic is chosen if it fits a share
+    of the device: all weights gathered for the rollout, and one exchange of gradients per step.
     """
     stages = model.predict(spec).with_margin()
     if spec.sharding is None:

@@ -13,7 +13,7 @@ from groupwise.core.errors import require
 from groupwise.memory.architecture import Architecture
 from groupwise.memory.plan import Reduction
 from groupwise.memory.sharding import ShardUnits, UnitParams
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 from groupwise.workloads.chat.config import LOGITS_PER_CHUNK, MIN_CHUNK_TOKENS, PREFILL_TOKENS, SAMPLING_LOGITS
 
 SAMPLED_TOKEN_BYTES = 32
@@ -45,13 +45,7 @@ class ChatMemory:
     def predict(self, spec: StepSpec) -> StageBytes:
         weights = self._weights()
         persistent = weights.by_part(spec, reference_copies=self.reference_copies)
-        temporaries, one_pass = weights.optimizer_temporaries(spec), spec.shape.passes == 1
-        rollout = weights.while_gathered_in_rollout(spec, self._rollout_peaks(spec))
-        update = weights.while_gathered_in_update(spec, self._update_peaks(spec))
-        return StageBytes(
-            peak_of_rollout(persistent, rollout),
-            peak_of_update(persistent, update, temporaries, one_pass=one_pass),
-        )
+        return weights.stage_bytes(spec, persistent, self._rollout_peaks(spec), self._update_peaks(spec))
 
     # Weights
 
@@ -70,7 +64,8 @@ class ChatMemory:
         else:
             block = UnitParams(model.layer_params, adapter // model.layers)
             root = UnitParams(model.parameters - in_layers)
-        return ShardUnits(block, root, model.parameters + adapter, self._dtype_bytes, self._float32_or_wider)
+        trained = adapter if self.lora_rank else model.parameters
+        return ShardUnits(block, root, model.parameters + adapter, trained, self._dtype_bytes, self._float32_or_wider)
 
     def _weight_copies(self, spec: StepSpec) -> int:
         """Trained in float32, computed in bfloat16: each weight is cast once per pass and kept for its backward.
@@ -133,7 +128,7 @@ class ChatMemory:
         longest_row = self.prompt_tokens + self.completion_tokens - 1
         return min(tokens, max(self.tokens_per_pass, longest_row)) if self.tokens_per_pass else tokens
 
-    def _update_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
+    def _update_peaks(self, spec: StepSpec) -> PassPeaks:
         """At the head in the forward pass, at the head in the backward pass, inside a layer in the backward pass."""
         tokens, model = self.tokens_in_pass(spec), self.model
         layer, wide = self._saved_per_layer(), self._float32_or_wider
@@ -144,12 +139,13 @@ class ChatMemory:
         final = tokens * (3 if self._norm_results_saved else 2) * model.width * wide + predicted * model.width * wide
         chunk_tokens = min(predicted, max(MIN_CHUNK_TOKENS, LOGITS_PER_CHUNK // model.vocabulary))
         chunk = chunk_tokens * model.vocabulary * 3 * wide
-        head_gradient = 0 if self.lora_rank else model.head_params * wide
+        # a head that is gathered in the dtype of the computation has a gradient of that dtype
+        head_gradient = 0 if self.lora_rank else model.head_params * (self._dtype_bytes if spec.sharding else wide)
         always = {"bf16 weight copies": self._weight_copies(spec)}
         in_layers = tokens * (saved + rotary_tables)
-        # gathered, the head keeps a gradient of its own until the backward pass has come to the embeddings
+        # where weights are gathered, the head keeps its gradient until the backward pass has come to the embeddings
         uncut_head = {"output-head gradient": head_gradient} if spec.sharding else {}
-        return [
+        at_root = [
             {"logits (chunk)": chunk, "activations": in_layers + final, **always},
             {
                 "logits (chunk)": chunk // 3,
@@ -157,8 +153,9 @@ class ChatMemory:
                 "output-head gradient": head_gradient,
                 **always,
             },
-            {"activations": in_layers + tokens * in_layer, **uncut_head, **always},
         ]
+        in_blocks = [{"activations": in_layers + tokens * in_layer, **uncut_head, **always}]
+        return PassPeaks(in_blocks, at_root, one_backward=spec.shape.passes == 1)
 
     @property
     def _norm_results_saved(self) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.core.errors import UserError
 from groupwise.memory.architecture import Architecture, architecture, read_model_config
 from groupwise.memory.plan import Reduction
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 from groupwise.workloads.controller.config import (
     BUDGET_DIM,
     NUM_FREQUENCIES,
@@ -132,13 +132,8 @@ class ControllerMemory:
         policy = WeightBytes(0, self.policy_params)
         frozen = {part: count * self.dtype_bytes for part, count in self.frozen_params.items()}
         persistent = frozen | policy.by_part(spec)
-        temporaries, one_pass = policy.optimizer_temporaries(spec), spec.shape.passes == 1
-        rollout = policy.while_gathered_in_rollout(spec, self._rollout_peaks(spec))
-        update = policy.while_gathered_in_update(spec, [self._update_peak(spec)])
-        return StageBytes(
-            peak_of_rollout(persistent, rollout),
-            peak_of_update(persistent, update, temporaries, one_pass=one_pass),
-        )
+        update = PassPeaks([self._update_peak(spec)], one_backward=spec.shape.passes == 1)
+        return policy.stage_bytes(spec, persistent, self._rollout_peaks(spec), update)
 
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:
         rows, text = spec.shape.largest_pass, self.text

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from groupwise.core.errors import UserError, require
 from groupwise.memory.plan import Reduction
 from groupwise.memory.sharding import ShardUnits, UnitParams, per_rank
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 
 _REQUIRED = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "in_channels", "text_dim")
 
@@ -241,17 +241,12 @@ class FlowMemory:
 
     def predict(self, spec: StepSpec) -> StageBytes:
         weights = self._weights()
-        one_backward = spec.shape.passes == 1 and self.trained_steps == 1
-        persistent = weights.by_part(spec, one_backward=one_backward)
+        persistent = weights.by_part(spec)
         if self.part != "lora":  # the initial values of what is trained
             persistent["reference"] = per_rank(weights.trained_params * weights.trained_dtype_bytes, spec.sharding)
-        temporaries = weights.optimizer_temporaries(spec, one_backward=one_backward)
-        rollout = weights.while_gathered_in_rollout(spec, self._rollout_peaks(spec))
-        update = weights.while_gathered_in_update(spec, [self._update_peak(spec)])
-        return StageBytes(
-            peak_of_rollout(persistent, rollout),
-            peak_of_update(persistent, update, temporaries, one_pass=one_backward),
-        )
+        one_backward = spec.shape.passes == 1 and self.trained_steps == 1
+        update = PassPeaks([self._update_peak(spec)], one_backward=one_backward)
+        return weights.stage_bytes(spec, persistent, self._rollout_peaks(spec), update)
 
     @property
     def tokens(self) -> int:
@@ -293,7 +288,7 @@ class FlowMemory:
             whole = 0 if self.part == "lora" else in_block  # adapters come on top of the block's own
             block, root = UnitParams(model.block_params - whole, in_block), UnitParams(outside)
         adapters = trained if self.part == "lora" else 0
-        return ShardUnits(block, root, self.transformers * model.parameters + adapters, number, wide)
+        return ShardUnits(block, root, self.transformers * model.parameters + adapters, trained, number, wide)
 
     def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
         """In a block of the transformer, or while clips are decoded.
