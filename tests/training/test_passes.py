@@ -43,21 +43,22 @@ class OwnConfig(TinyConfig):
 def batch_of(config):
     setup = set_up(config)
     rollouts = generate_rollouts(setup, place(setup.shape, seed=0, step=0))
-    return setup.workload, TrainingBatch(rollouts, torch.arange(len(rollouts)), StepTotals(1, 1))
+    idle = rollouts.select(torch.arange(1))
+    return setup, TrainingBatch(rollouts, torch.arange(len(rollouts)), StepTotals(1, 1), idle)
 
 
 def test_a_workload_may_split_its_passes_itself():
-    workload, batch = batch_of(replace(recipe(), workload=OwnConfig()))
-    passes = list(batch.passes(workload, 8))
-    assert [rows.tolist() for _, rows in passes][:2] == [[1, 3, 5, 7, 9, 11, 13], [15, 17, 19, 21, 23, 25, 27]]
-    for part, rows in passes:
-        torch.testing.assert_close(part.logp, batch.rollouts.logp[rows])
+    setup, batch = batch_of(replace(recipe(), workload=OwnConfig()))
+    passes = batch.passes(setup.workload, 8, setup.comm)
+    assert [rows.tolist() for rows in passes][:2] == [[1, 3, 5, 7, 9, 11, 13], [15, 17, 19, 21, 23, 25, 27]]
+    for rows in passes:
+        torch.testing.assert_close(batch.select(rows).logp, batch.rollouts.logp[rows])
 
 
 def test_rows_that_no_pass_holds_are_refused():
-    workload, batch = batch_of(replace(recipe(), workload=OwnConfig(broken=True)))
+    setup, batch = batch_of(replace(recipe(), workload=OwnConfig(broken=True)))
     with pytest.raises(UserError, match="passes\\(\\) of LosesRows returned 31 rows for 32"):
-        list(batch.passes(workload, 8))
+        batch.passes(setup.workload, 8, setup.comm)
 
 
 def test_the_order_of_passes_does_not_change_the_run():

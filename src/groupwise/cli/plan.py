@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,8 @@ from groupwise.core.errors import UserError, require
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.core.units import format_bytes, parse_bytes
 from groupwise.memory.architecture import read_architecture
-from groupwise.memory.plan import MemoryModel, MemoryPlan, make_plan
+from groupwise.memory.plan import MemoryModel, MemoryPlan, describe_fewest_ranks, make_plan, needs_sharding
+from groupwise.memory.sharding import Sharding
 from groupwise.memory.stages import StepSpec
 from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
 from groupwise.training.config import Config
@@ -35,6 +36,12 @@ class PlanOptions:
     """Memory of one device, such as 32GiB or 80GB. None takes this machine's GPU, or its RAM where there is none."""
     ranks: int = 1
     """Processes, usually one per GPU or NPU."""
+    shard: Literal["none", "full", "auto"] = "none"
+    """full: weights, gradients and moments are cut over the ranks. auto: only where a whole copy does not fit."""
+    shard_over: Literal["all", "node"] = "all"
+    """Whether all ranks hold one copy together, or the ranks of each node."""
+    ranks_per_node: int = 8
+    """Ranks of one node, for --shard-over node."""
     trace: bool = False
     """Trace a rollout and an update with fake tensors, too."""
     probe: bool = False
@@ -44,6 +51,23 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         require(self.ranks >= 1, "--ranks", self.ranks, "at least 1")
+        require(self.ranks_per_node >= 2, "--ranks-per-node", self.ranks_per_node, "at least 2")
+        if self.shard == "full" and self.ranks == 1:
+            raise UserError(
+                "--shard full needs ranks to shard over, and --ranks is 1. Give the number of your cards, such as"
+                " --ranks 8, or take --shard auto, which shards only where there are several."
+            )
+        if self.shard != "none" and self.shard_over == "node" and self.ranks % min(self.ranks, self.ranks_per_node):
+            raise UserError(
+                f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}, so the ranks of a"
+                " node cannot hold a copy together on each node. Take a multiple, or --shard-over all."
+            )
+
+    @property
+    def sharding(self) -> Sharding:
+        """As it is with --shard full."""
+        shared_by = self.ranks if self.shard_over == "all" else min(self.ranks, self.ranks_per_node)
+        return Sharding(shared_by, self.shard_over)
 
     @property
     def device_bytes(self) -> int:
@@ -89,7 +113,9 @@ def run(arguments: list[str], as_json: bool) -> int:
     options = _parse(arguments)
     config = options.config if isinstance(options, RecipeArguments) else None
     model, spec = _of_recipe(options) if isinstance(options, RecipeArguments) else _of_model(options)
-    plan = make_plan(model, spec, options.device_bytes)
+    device = options.device_bytes
+    sharded = options.shard == "full" or (options.shard == "auto" and needs_sharding(model, spec, device))
+    plan = make_plan(model, replace(spec, sharding=options.sharding) if sharded else spec, device)
     measured = _trace_and_probe(config, spec, options, as_json)
     if options.picture is not None:
         from groupwise.cli.plan_view import draw
@@ -184,8 +210,17 @@ def _shortage(plan: MemoryPlan) -> str:
     return (
         f"the plan does not fit: {format_bytes(peak)} are needed on each rank and the device has"
         f" {format_bytes(plan.device_bytes)}, so {format_bytes(peak - plan.device_bytes)} are missing. The list shows"
-        " what to reduce."
+        f" what to reduce.{_more_cards(plan)}"
     )
+
+
+def _more_cards(plan: MemoryPlan) -> str:
+    """The other remedy: to shard, or more cards."""
+    if plan.current.spec.sharding is None:
+        return " Or shard over the ranks: --shard full." if plan.current.shape.ranks > 1 else ""
+    if plan.fewest_ranks is None:
+        return f" More cards do not help: {describe_fewest_ranks(plan)}."
+    return f" Or take more cards: {describe_fewest_ranks(plan)}."
 
 
 def _this_device() -> int:

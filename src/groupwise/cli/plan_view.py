@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from groupwise.cli.tables import print_table
 from groupwise.core.units import format_bytes
-from groupwise.memory.plan import MemoryPlan, PlannedSetting, nearest_valid_values
+from groupwise.memory.plan import MemoryPlan, PlannedSetting, describe_fewest_ranks, nearest_valid_values
 from groupwise.memory.stages import FRAMEWORK_PART
 from groupwise.workloads.base import ReportTable
 
@@ -40,6 +40,7 @@ def show(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]], picture: P
         f"{current.shape.conditions_per_step} conditions x {current.shape.group_size} members on"
         f" {current.shape.ranks} ranks, device {format_bytes(plan.device_bytes)}; peak"
         f" {format_bytes(current.stages.peak)} in {current.stages.largest_stage} = {current.utilization:.0%}"
+        f"{_sharded_over(current)}"
     )
     print_table(_parts_table(current))
     print_table(_settings_table(plan))
@@ -51,6 +52,8 @@ def show(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]], picture: P
         console.print("\nWhat to reduce first, each on top of those before:")
         for number, step in enumerate(plan.reductions, 1):
             console.print(f"  {number}. {step}")
+    if current.spec.sharding is not None:
+        console.print(f"\nSmallest number of cards: {describe_fewest_ranks(plan)}.")
     nearest = {name: values for name, values in nearest_valid_values(current.shape).items() if values}
     listed = "; ".join(f"{name} {' or '.join(map(str, values))}" for name, values in nearest.items())
     console.print(f"\nNearest values that fit, one changed at a time: {listed}.")
@@ -135,8 +138,29 @@ def _settings_table(plan: MemoryPlan) -> ReportTable:
         "rollouts per step": [str(setting.shape.rollouts_per_step) for setting in settings],
         "passes per step": [str(setting.shape.passes) for setting in settings],
         "compared with current": [_difference(setting, plan.current) for setting in settings],
+        **_modes(settings),
     }
     return ReportTable("Three settings", ("", *plan.settings), [[name, *cells] for name, cells in rows.items()])
+
+
+def _modes(settings: Sequence[PlannedSetting]) -> dict[str, list[str]]:
+    """What the plan chose where weights are sharded."""
+    shardings = [setting.spec.sharding for setting in settings if setting.spec.sharding is not None]
+    if not shardings:
+        return {}
+    rollout = {"gathered": "all gathered", "blocks": "block by block"}
+    return {
+        "weights in rollout": [rollout[sharding.rollout] for sharding in shardings],
+        "gradients exchanged": [f"once per {sharding.exchange}" for sharding in shardings],
+    }
+
+
+def _sharded_over(setting: PlannedSetting) -> str:
+    sharding = setting.spec.sharding
+    if sharding is None:
+        return ""
+    copies = setting.shape.ranks // sharding.ranks
+    return f"; sharded over {sharding.ranks} ranks" + (f", {copies} copies" if copies > 1 else "")
 
 
 def _difference(setting: PlannedSetting, current: PlannedSetting) -> str:

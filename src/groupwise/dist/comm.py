@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.tensor import DTensor
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.dist.devices import reduce_dtype
@@ -23,6 +24,10 @@ from groupwise.dist.launcher import listen_on_loopback, was_restarted
 
 BUCKET_NUMEL = 1 << 22
 """Elements per all-reduce when gradients are summed: small tensors share one bucket."""
+
+
+class PeerFailure(Exception):  # noqa: N818 - no error of this rank
+    """Another rank has failed; `fail_together` raises its error here."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,17 @@ class Comm:
         if failures:
             _raise_together(failures, error, self.ranks)
 
+    def proceed(self) -> None:
+        """Before a collective within `fail_together`: raise if a rank has failed and will not take part."""
+        if self.any(False):
+            raise PeerFailure
+
     def _collect_failures(self, error: Exception | None, what: str) -> list[_RankFailure]:
         """The failures of all ranks, in order of rank: the same list everywhere."""
         own: list[_RankFailure] = []
+        if isinstance(error, PeerFailure):
+            _release_frames(error)
+            return self.gather_objects(own)
         if error is not None:
             own = [_RankFailure(self.rank, _error_message(error, what), is_out_of_memory(error))]
             if own[0].out_of_memory:
@@ -103,11 +116,13 @@ class Comm:
         """Sum gradients over the ranks: large ones in place, small ones in buckets.
 
         A rank without rows contributes zeros, so no rank waits for it; a parameter without a gradient gets zeros on
-        every rank, with one rank as with many. All ranks have allocated their memory before anything is sent.
+        every rank, with one rank as with many. Sharded gradients are sums already. All ranks have allocated their
+        memory before anything is sent.
         """
         with self.fail_together("Allocating memory to sum the gradients"):
             gradients = [_gradient(parameter) for parameter in parameters]
-            buckets = _buckets(gradients) if self.ranks > 1 else []
+            whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+            buckets = _buckets(whole) if self.ranks > 1 else []
             largest = max((_numel(bucket) for bucket in buckets if len(bucket) > 1), default=0)
             buffers = {bucket[0].dtype: bucket[0].new_empty(largest) for bucket in buckets}
         for bucket in buckets:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from groupwise.core.errors import UserError
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, StepShape, even_pass_sizes, nearest_fitting
 from groupwise.core.units import format_bytes
-from groupwise.memory.stages import StageBytes, StepSpec
+from groupwise.memory.sharding import ExchangeMode, RolloutMode, Sharding
+from groupwise.memory.stages import BytesByPart, StageBytes, StepSpec
 
 RECOMMENDED, AGGRESSIVE = 0.60, 0.85
 """Shares of the device that the two proposals aim at."""
 _GROWTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """How many times more conditions per step a proposal may have."""
+_MOST_CARDS = 4096
+"""Among how many the smallest number that fits is searched."""
 
 
 class MemoryModel(Protocol):
@@ -106,6 +109,7 @@ class PlannedSetting:
             "bytes": self.stages.peak,
             "utilization": self.utilization,
             "fits": self.fits,
+            "sharding": _sharding_to_dict(self.spec.sharding),
             "parts": self.stages.to_dict(),
         }
 
@@ -119,6 +123,8 @@ class MemoryPlan:
     reductions: Sequence[ReductionStep]
     peak_if_doubled: Mapping[str, int]
     """The peak with twice the conditions_per_step or group_size: about the same, since these are loops over passes."""
+    fewest_ranks: PlannedSetting | None = None
+    """The current setting on the smallest number of ranks on which it fits; None where no number is enough."""
 
     @property
     def fits(self) -> bool:
@@ -140,19 +146,28 @@ class MemoryPlan:
             "lower_first": [step.to_dict() for step in self.reductions],
             "peak_bytes_if_doubled": dict(self.peak_if_doubled),
             "nearest_that_divide": nearest_valid_values(self.current.shape),
+            "sharding": _sharding_to_dict(self.current.spec.sharding),
+            "fewest_ranks": None if self.fewest_ranks is None else self.fewest_ranks.to_dict(),
         }
 
 
 def make_plan(model: MemoryModel, spec: StepSpec, device_bytes: int) -> MemoryPlan:
     check_weights_fit(model, spec, device_bytes)
+    current = evaluate_setting(model, spec, device_bytes)
     return MemoryPlan(
         device_bytes,
-        evaluate_setting(model, spec, device_bytes),
+        current,
         propose_setting(model, spec, device_bytes, RECOMMENDED),
         propose_setting(model, spec, device_bytes, AGGRESSIVE),
-        reduction_steps(model, spec),
-        {name: _peak(model, _doubled(spec, name)) for name in ("conditions_per_step", "group_size")},
+        reduction_steps(model, current.spec),
+        {name: _peak(model, _doubled(current.spec, name)) for name in ("conditions_per_step", "group_size")},
+        fewest_ranks(model, spec, device_bytes),
     )
+
+
+def needs_sharding(model: MemoryModel, spec: StepSpec, device_bytes: int) -> bool:
+    """What `--shard auto` decides: whether there are other ranks to share with and a whole copy does not fit."""
+    return spec.shape.ranks > 1 and not evaluate_setting(model, replace(spec, sharding=None), device_bytes).fits
 
 
 def check_weights_fit(model: MemoryModel, spec: StepSpec, device_bytes: int) -> None:
@@ -162,12 +177,67 @@ def check_weights_fit(model: MemoryModel, spec: StepSpec, device_bytes: int) -> 
         raise UserError(
             f"--device-memory is {format_bytes(device_bytes)}, and the weights alone take {format_bytes(weights)} on"
             f" each rank: {format_bytes(weights - device_bytes)} are missing before anything is trained. Take a larger"
-            " device, a smaller model or a dtype of fewer bytes."
+            f" device, a smaller model or a dtype of fewer bytes{_sharding_remedy(spec)}."
         )
 
 
-def evaluate_setting(model: MemoryModel, spec: StepSpec, device_bytes: int) -> PlannedSetting:
-    return PlannedSetting(spec, model.predict(spec).with_margin(), device_bytes)
+def evaluate_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float = 1.0) -> PlannedSetting:
+    """What a setting takes. Where it is sharded, what takes more memory and less traffic is chosen if it fits a share
+    of the device: all weights gathered for the rollout, and one exchange of gradients per step.
+    """
+    stages = model.predict(spec).with_margin()
+    if spec.sharding is None:
+        return PlannedSetting(spec, stages, device_bytes)
+    limit = share * device_bytes
+    lean = replace(spec, sharding=replace(spec.sharding, rollout="blocks", exchange="pass"))
+    wide = replace(spec, sharding=replace(spec.sharding, rollout="gathered", exchange="step"))
+    lean_bytes, wide_bytes = model.predict(lean).with_margin(), model.predict(wide).with_margin()
+    rollout: RolloutMode = "gathered" if _takes_wide(wide_bytes.rollout, lean_bytes.rollout, limit) else "blocks"
+    exchange: ExchangeMode = "step" if _takes_wide(wide_bytes.update, lean_bytes.update, limit) else "pass"
+    chosen = replace(spec, sharding=replace(spec.sharding, rollout=rollout, exchange=exchange))
+    return PlannedSetting(chosen, model.predict(chosen).with_margin(), device_bytes)
+
+
+def _takes_wide(wide: BytesByPart, lean: BytesByPart, limit: float) -> bool:
+    needed = sum(wide.values())
+    return needed <= limit or needed <= sum(lean.values())
+
+
+def fewest_ranks(model: MemoryModel, spec: StepSpec, device_bytes: int) -> PlannedSetting | None:
+    """The smallest number of ranks on which the step fits, in passes of as many rows, sharded as the spec is.
+
+    More ranks than the step has groups are tried with one group on each.
+    """
+    for shape in _on_more_ranks(spec.shape):
+        sharding = spec.sharding and spec.sharding.on_ranks(shape.ranks)
+        setting = evaluate_setting(model, replace(spec, shape=shape, sharding=sharding), device_bytes)
+        if setting.fits:
+            return setting
+    return None
+
+
+def describe_fewest_ranks(plan: MemoryPlan) -> str:
+    """How many cards the current setting needs, as a phrase."""
+    if plan.fewest_ranks is None:
+        return "no number of cards is enough for this setting: what is not sharded is too large already"
+    shape, peak = plan.fewest_ranks.shape, format_bytes(plan.fewest_ranks.stages.peak)
+    step = f" with conditions_per_step {shape.conditions_per_step}, one group on each,"
+    grown = shape.conditions_per_step != plan.current.shape.conditions_per_step
+    cards = f"{shape.ranks} card" + ("s" if shape.ranks > 1 else "")
+    return f"{cards}{step if grown else ''} at {peak} each ({plan.fewest_ranks.utilization:.0%})"
+
+
+def _on_more_ranks(shape: StepShape) -> Iterator[StepShape]:
+    """The step on one rank, and on all larger numbers that it can be divided among, at most 4,096."""
+    per_step = shape.conditions_per_step
+    divided = per_step if shape.placement == "whole" else shape.rollouts_per_step
+    for ranks in range(1, min(divided, _MOST_CARDS) + 1):
+        if divided % ranks == 0:
+            yield replace(shape, ranks=ranks)
+    for ranks in range(2 * per_step, _MOST_CARDS + 1, per_step):
+        if ranks > divided and ranks * shape.group_size <= MAX_ROLLOUTS_PER_STEP:
+            conditions = max(shape.conditions, 2 * ranks)
+            yield replace(shape, ranks=ranks, conditions_per_step=ranks, conditions=conditions)
 
 
 def propose_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float) -> PlannedSetting:
@@ -175,7 +245,7 @@ def propose_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share
 
     Where all rollouts of a rank go through in one pass already, more conditions per step allow more rows.
     """
-    best = evaluate_setting(model, _with_rows(spec, 1), device_bytes)
+    best = evaluate_setting(model, _with_rows(spec, 1), device_bytes, share)
     for growth in _GROWTHS:
         per_step = spec.shape.conditions_per_step * growth
         if per_step * spec.shape.group_size > MAX_ROLLOUTS_PER_STEP:
@@ -224,10 +294,20 @@ def nearest_valid_values(shape: StepShape) -> dict[str, list[int]]:
 def _max_rows_within(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float) -> PlannedSetting | None:
     """The fewest passes of equal size that stay below a share of the device; None where not even one row does."""
     for rows in even_pass_sizes(spec.shape.rollouts_per_rank):
-        setting = evaluate_setting(model, _with_rows(spec, rows), device_bytes)
+        setting = evaluate_setting(model, _with_rows(spec, rows), device_bytes, share)
         if setting.utilization <= share:
             return setting
     return None
+
+
+def _sharding_to_dict(sharding: Sharding | None) -> dict[str, object] | None:
+    return None if sharding is None else dict(vars(sharding))
+
+
+def _sharding_remedy(spec: StepSpec) -> str:
+    if spec.sharding is None:
+        return "; or shard them over several ranks with --shard full" if spec.shape.ranks > 1 else ""
+    return f"; or shard them over more than {spec.sharding.ranks} ranks"
 
 
 def _peak(model: MemoryModel, spec: StepSpec) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.shape import StepShape
+from groupwise.memory.sharding import GATHERED_BLOCKS, ROLLOUT_COPY, Sharding, ShardUnits, UnitParams, per_rank
 
 BytesByPart = Mapping[str, int]
 FRAMEWORK_PART = "framework (margin)"
@@ -22,6 +23,8 @@ class StepSpec:
     has_ema: bool = False
     fused_optimizer: bool = False
     """AdamW's step needs no temporaries, as on CPU and CUDA. False also while the device is not known."""
+    sharding: Sharding | None = None
+    """None where each rank has a whole copy."""
 
     def conditions_in(self, rows: int) -> int:
         """Most different conditions in a pass of so many rows: few where a group stays on one rank.
@@ -66,22 +69,82 @@ class WeightBytes:
     trained_params: int
     frozen_dtype_bytes: int = 4
     trained_dtype_bytes: int = 4
+    units: ShardUnits | None = None
+    """What is gathered together where weights are sharded; None for a model that is one unit."""
 
     def by_part(self, spec: StepSpec, *, reference_copies: int = 0) -> dict[str, int]:
         """AdamW keeps two moments of every trained parameter, in the parameter's own dtype."""
         trained = self.trained_params * self.trained_dtype_bytes
         weights = self.frozen_params * self.frozen_dtype_bytes + trained
-        return {
+        parts = {
             "weights": weights,
             "gradients": trained,
             "optimizer": 2 * trained,
             "EMA weights": trained if spec.has_ema else 0,
             "reference": reference_copies * weights,
         }
+        return {name: per_rank(size, spec.sharding) for name, size in parts.items()}
 
     def optimizer_temporaries(self, spec: StepSpec) -> int:
         """Intermediate results of AdamW's step: one number for every parameter, or none where it is fused."""
-        return 0 if spec.fused_optimizer else self.trained_params * self.trained_dtype_bytes
+        return 0 if spec.fused_optimizer else per_rank(self.trained_params * self.trained_dtype_bytes, spec.sharding)
+
+    def stage_bytes(
+        self, spec: StepSpec, persistent: BytesByPart, rollout: Sequence[BytesByPart], update: PassPeaks
+    ) -> StageBytes:
+        """The peaks of both stages, on top of what persists, from the candidates for each."""
+        temporaries, sharding = self.optimizer_temporaries(spec), spec.sharding
+        if sharding is None:
+            candidates = [*update.at_root, *update.in_blocks]
+            return StageBytes(
+                peak_of_rollout(persistent, rollout),
+                peak_of_update(persistent, candidates, temporaries, one_pass=update.one_backward),
+            )
+        units = self._units
+        name = ROLLOUT_COPY if sharding.rollout == "gathered" else GATHERED_BLOCKS
+        gathered = {name: units.rollout_bytes(sharding.rollout)}
+        step = {"gradients": persistent["gradients"], "optimizer temporaries": temporaries}
+        candidates = [*self._sharded_peaks(units, sharding, persistent["gradients"], update), step]
+        return StageBytes(
+            peak_of_rollout(persistent, [{**gathered, **candidate} for candidate in rollout]),
+            drop_zero({**persistent, **_largest(candidates)}),
+        )
+
+    def _sharded_peaks(
+        self, units: ShardUnits, sharding: Sharding, cut: int, update: PassPeaks
+    ) -> Iterator[BytesByPart]:
+        """Candidates for the peak of a pass, each with the gradients held then; `cut` are a rank's of all parameters.
+
+        In a step of one backward pass, cut gradients come as activations are freed.
+        """
+        sums_uncut = sharding.exchange == "step" and not update.one_backward
+        held = self.trained_params * self.trained_dtype_bytes if sums_uncut else cut
+        before = 0 if update.one_backward else held
+        yield {"gradients": before, **units.at_start()}
+        for candidate in update.at_root:
+            yield {"gradients": before, **units.at_root(), **candidate}
+        for candidate in update.in_blocks:
+            if update.one_backward:
+                exchanged = per_rank(units.cut_before_last_block * self.trained_dtype_bytes, sharding)
+                held = max(0, exchanged - candidate.get("activations", 0))
+            yield {"gradients": held, **units.in_blocks(sharding, sums_uncut=sums_uncut), **candidate}
+        yield {"gradients": cut, **units.at_end(sums_uncut=sums_uncut)}
+
+    @property
+    def _units(self) -> ShardUnits:
+        root, number = UnitParams(self.frozen_params, self.trained_params), self.trained_dtype_bytes
+        return self.units or ShardUnits(UnitParams(), root, root.total, root.trained, number, number)
+
+
+@dataclass(frozen=True)
+class PassPeaks:
+    """Candidates for the peak of a pass with its backward pass, by what a sharded model has gathered then."""
+
+    in_blocks: Sequence[BytesByPart]
+    at_root: Sequence[BytesByPart] = ()
+    """Behind the last block, as at the head."""
+    one_backward: bool = False
+    """A step has one backward pass alone."""
 
 
 def peak_of_rollout(persistent: BytesByPart, candidates: Sequence[BytesByPart]) -> dict[str, int]:

@@ -118,6 +118,14 @@ class Config:
     (dynamic sampling). Dropped groups are counted. 0 trains on the first round alone."""
     placement: str = "whole"
     """Where members run: whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
+    shard: Literal["none", "full", "auto"] = "none"
+    """full: each rank holds a part of weights, gradients and moments, and gathers a block's weights while it runs. none:
+    each rank holds all. auto: full where the memory plan says that all do not fit."""
+    shard_over: Literal["all", "node"] = "all"
+    """Ranks that hold a whole copy together: all, or those of each node (then a copy on each node)."""
+    shard_exchange: Literal["pass", "update"] = "pass"
+    """When sharded gradients are summed over the ranks: after each pass, or once per update, which holds the whole
+    gradient on each rank until then."""
     reward: RewardConfig = field(default_factory=RewardConfig)
     advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
     loss: LossConfig = field(default_factory=LossConfig)
@@ -166,7 +174,9 @@ MEMORY_SETTINGS = (
     "workload.eval_rows",
 )
 """Fields that limit how many rows or tokens are processed at once. They change no result."""
-MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_SETTINGS)
+SHARD_SETTINGS = ("shard", "shard_over", "shard_exchange")
+"""Fields that decide where the numbers of a policy are held. They change no result but by rounding."""
+MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_SETTINGS, *SHARD_SETTINGS)
 """Fields that may differ from the checkpoint's. Of these only `steps` can change the result, where the learning rate or
 the entropy bonus falls over the run."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from groupwise.core.errors import UserError
+from groupwise.dist.sharding import gathered
 from groupwise.training.checkpoint import check_same_files, newest_valid_checkpoint, read_metadata, restore
 from groupwise.training.config import Config
 from groupwise.training.run_folder import RunFolder
@@ -81,5 +82,6 @@ def _write_report(setup: Setup, folder: RunFolder) -> tuple[EvaluationReport | N
 def _evaluation_mode(setup: Setup, what: str) -> Iterator[None]:
     """Without gradients, on the EMA weights where there are any; an error on one rank is raised on all."""
     ema, policy = setup.state.ema, setup.state.policy
-    with setup.comm.fail_together(what), ema.swapped_in(policy) if ema else nullcontext(), torch.no_grad():
+    averaged = ema.swapped_in(policy) if ema else nullcontext()
+    with setup.comm.fail_together(what), averaged, torch.no_grad(), gathered(policy):
         yield

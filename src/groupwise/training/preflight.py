@@ -18,6 +18,7 @@ from groupwise.core.reward import weigh
 from groupwise.core.shape import StepShape
 from groupwise.core.types import Rollouts, Scores, concatenate_scores
 from groupwise.dist.comm import Comm
+from groupwise.dist.sharding import call_block, full, is_sharded, passes_in_step
 from groupwise.training.rollout import compute_rewards, gather_group_ids, generate_rollouts
 from groupwise.training.setup import Setup
 from groupwise.training.state import State, trainable_weights
@@ -60,7 +61,7 @@ def _score_checks(setup: Setup, rollouts: Rollouts) -> list[Check]:
     loss, comm, state, workload = setup.config.loss, setup.comm, setup.state, setup.workload
     state.optimizer.zero_grad(set_to_none=True)
     part = rollouts.select(torch.arange(min(len(rollouts), state.row_limits["rows_per_pass"])))
-    with comm.fail_together(f"score() of {type(workload).__name__}"):
+    with comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy):
         scores = _score_and_differentiate(workload, part)
     checks = [_ratio_is_one(scores, part, comm)]
     if scores.logp.shape == part.logp.shape:
@@ -79,7 +80,7 @@ def _score_and_differentiate(workload: Workload, rollouts: Rollouts) -> Scores:
     weights = torch.linspace(1, 2, rollouts.logp.numel()).view_as(rollouts.logp).to(rollouts.logp)
     parts, done = [], 0
     for score in workload.score_parts(rollouts):
-        columns = score().by_name()
+        columns = call_block(workload.policy, score).by_name()
         logp = columns["logp"]
         part = slice(done, done + logp.shape[1])
         done = part.stop
@@ -104,6 +105,8 @@ def _shape_fits(shape: StepShape) -> Check:
 
 def _parameters_agree(state: State, comm: Comm) -> Check:
     """Trainable weights must be bit-identical; frozen ones and buffers are compared by two sums, which is fast."""
+    if is_sharded(state.policy):  # `shard` has compared the whole weights
+        return Check("parameters are equal on all ranks", True, f"sharded over {comm.ranks} ranks")
     trainable = [weight.data for weight in trainable_weights(state.policy).values()]
     others = (*state.policy.parameters(), *state.policy.buffers())
     with comm.fail_together("Comparing the weights"):
@@ -190,7 +193,7 @@ def _without_gradient(state: State) -> Iterator[str]:
             yield name
             continue
         child = name.split(".")[0]
-        has_gradient[child] = has_gradient.get(child, False) or bool(weight.grad.any())
+        has_gradient[child] = has_gradient.get(child, False) or bool(full(weight.grad.any()))
     yield from (child for child, nonzero in has_gradient.items() if not nonzero)
 
 

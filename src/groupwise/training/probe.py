@@ -13,6 +13,7 @@ from groupwise.core.errors import OutOfMemoryError
 from groupwise.core.placement import place
 from groupwise.core.shape import even_pass_sizes
 from groupwise.core.types import Rollouts
+from groupwise.dist.sharding import call_block, passes_in_step
 from groupwise.memory.measure import PeakMemory, device_bytes
 from groupwise.memory.plan import AGGRESSIVE, MemoryModel
 from groupwise.memory.recovery import RngAndBuffers, release_memory
@@ -91,11 +92,12 @@ def _trial_rollout(setup: Setup) -> Rollouts:
 def _trial_update(setup: Setup, rollouts: Rollouts) -> None:
     """Two passes, the second while the first one's gradient is held; and memory for the optimizer."""
     rows = setup.state.row_limits["rows_per_pass"]
-    with setup.comm.fail_together(f"score() of {type(setup.workload).__name__}"):
+    policy = setup.state.policy
+    with setup.comm.fail_together(f"score() of {type(setup.workload).__name__}"), passes_in_step(policy):
         part = rollouts.select(torch.arange(min(rows, len(rollouts))))
         for _ in range(2 if rows < len(rollouts) else 1):
             for score in setup.workload.score_parts(part):
-                score().logp.sum().backward()
+                call_block(policy, score).logp.sum().backward()
         reserve_optimizer_memory(setup.state)
 
 

@@ -20,6 +20,7 @@ from groupwise.core.randomness import random_bits
 from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages, RewardTerms, Rollouts, concatenate_rollouts
 from groupwise.dist.comm import Comm
+from groupwise.dist.sharding import gathered
 from groupwise.training.config import Config
 from groupwise.training.setup import Setup
 from groupwise.workloads.base import Workload
@@ -42,7 +43,7 @@ def generate_rollouts(setup: Setup, placement: Placement) -> Rollouts:
     comm, workload = setup.comm, setup.workload
     torch.manual_seed(int(random_bits(placement.seed, placement.step)))
     rows = replace(placement.rows_of(comm.rank), rows_per_pass=setup.state.row_limits["rows_per_pass"])
-    with comm.fail_together(f"rollout() of {type(workload).__name__}"):
+    with comm.fail_together(f"rollout() of {type(workload).__name__}"), gathered(workload.policy):
         rollouts = workload.rollout(rows)
         check_rollouts(rollouts, len(rows))
     return rollouts
@@ -89,7 +90,7 @@ def gather_has_decisions(rollouts: Rollouts, comm: Comm) -> Tensor:
 def compute_rewards(setup: Setup, rollouts: Rollouts) -> RewardTerms:
     """The reward terms of all ranks."""
     comm, workload = setup.comm, setup.workload
-    with comm.fail_together(f"rewards() of {type(workload).__name__}"):
+    with comm.fail_together(f"rewards() of {type(workload).__name__}"), gathered(workload.policy):
         terms = rewards_in_groups(workload, rollouts, setup.state.row_limits.get("reward_rows"))
     failures: dict[str, str] = {}
     if comm.any(bool(terms.failures)):

@@ -11,6 +11,7 @@ from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
+from groupwise.dist.sharding import shard
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.memory.monitor import Monitor
@@ -49,6 +50,7 @@ def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignor
     config.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=comm.ranks)  # refused before a dataset is read
     base_bytes = used_bytes(comm.device)
     workload = _build_workload(config, comm, checkpoint)
+    _shard_if_asked(config, comm, workload)
     state = create_state(workload.policy, config.optimizer)
     setup = _assemble(config, comm, workload, state, base_bytes, warn)
     place(setup.shape, seed=config.seed, step=0)  # a user's own placement is refused before anything is written
@@ -81,6 +83,19 @@ def _build_workload(config: Config, comm: Comm, checkpoint: Path | None) -> Work
                     f" {', '.join(known)}."
                 )
     return workload
+
+
+def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
+    if config.shard == "none":
+        return
+    blocks = workload.shard_blocks()
+    if not blocks:
+        raise UserError(
+            f"shard is '{config.shard}', and {type(workload).__name__} does not say which blocks of its policy"
+            f" ({type(workload.policy).__name__}) to gather one at a time: there is no list of layers (nn.ModuleList) in"
+            " it. Define shard_blocks() in the workload, or train without --shard."
+        )
+    shard(workload.policy, blocks, comm, frozen=workload.frozen_models())
 
 
 def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base_bytes: int, warn: Warn) -> Setup:

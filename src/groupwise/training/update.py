@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -29,6 +30,8 @@ from groupwise.core.loss import (
     policy_gradient,
 )
 from groupwise.core.types import Advantages, Rollouts, Scores, concatenate_scores
+from groupwise.dist.comm import Comm
+from groupwise.dist.sharding import call_block, exchange_gradients, full, is_sharded, passes_in_step
 from groupwise.training.config import Config
 from groupwise.training.rollout import Round, rank_slice
 from groupwise.training.setup import Setup
@@ -179,9 +182,14 @@ class TrainingBatch:
     rows: Tensor
     """Which of the rank's rows they are."""
     totals: StepTotals
+    idle: Rollouts
+    """A row of this rank without a decision to train, for passes that only keep a sharded rank in step."""
 
-    def passes(self, workload: Workload, rows_per_pass: int) -> Iterator[tuple[Rollouts, Tensor]]:
-        """The rollouts of each pass, as the workload splits them, and their row indices in this batch."""
+    def passes(self, workload: Workload, rows_per_pass: int, comm: Comm) -> list[Tensor]:
+        """The row indices of each pass in this batch, as the workload splits them.
+
+        When sharded, all ranks have equally many passes: those with fewer rows add idle ones, without indices.
+        """
         passes = list(workload.passes(self.rollouts, rows_per_pass)) if len(self.rows) else []
         all_rows = torch.cat(passes).sort().values if passes else torch.arange(0)
         if not torch.equal(all_rows, torch.arange(len(self.rows))):
@@ -189,8 +197,15 @@ class TrainingBatch:
                 f"passes() of {type(workload).__name__} returned {len(all_rows)} rows for {len(self.rows)}: every row"
                 " must be in exactly one pass."
             )
-        for rows in passes:
-            yield self.rollouts.select(rows), rows
+        if is_sharded(workload.policy):
+            comm.proceed()
+            most = int(comm.max(float(len(passes)))[0])
+            passes += [torch.arange(0)] * (most - len(passes))
+        return passes
+
+    def select(self, rows: Tensor) -> Rollouts:
+        """The rollouts of one pass."""
+        return self.rollouts.select(rows) if len(rows) else self.idle
 
 
 def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, float]:
@@ -220,8 +235,10 @@ def select_rows(setup: Setup, batch: Round, advantages: Advantages) -> TrainingB
     rows = (advantages.trained[rank_rows] & rollouts.mask.any(1).cpu()).nonzero().flatten()
     with comm.fail_together("Selecting the rows to train"):
         selected = rollouts.select(rows)
+        idle = rollouts.select(torch.arange(1))
+        idle = replace(idle, mask=torch.zeros_like(idle.mask))
     decisions, count = comm.sum(float(selected.mask.sum()), float(len(selected)))
-    return TrainingBatch(selected, rows, StepTotals(int(decisions), int(count)))
+    return TrainingBatch(selected, rows, StepTotals(int(decisions), int(count)), idle)
 
 
 def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tensor) -> dict[str, float]:
@@ -231,9 +248,15 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
     sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_fraction"), 0.0)
     highest, lowest = -math.inf, math.inf
     loss_config = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
-    with comm.fail_together(f"score() of {type(workload).__name__}"):
-        for part, rows in training.passes(workload, state.row_limits["rows_per_pass"]):
-            parts = workload.score_parts(part)
+    with comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy):
+        passes = training.passes(workload, state.row_limits["rows_per_pass"], comm)
+        for index, rows in enumerate(passes):
+            part = training.select(rows)
+            exchange_gradients(state.policy, config.shard_exchange == "pass" or index == len(passes) - 1)
+            parts = [partial(call_block, state.policy, score) for score in workload.score_parts(part)]
+            if not len(rows):
+                backward_in_parts(parts, part, _no_weights(row_weights), training.totals, loss_config)
+                continue
             scores, terms = backward_in_parts(parts, part, row_weights[rows], training.totals, loss_config)
             ratio, clipped = ratio_statistics(scores, part, row_weights[rows], config.loss)
             terms["ratio_mean"] = ratio.sum().item() / training.totals.decisions
@@ -247,6 +270,11 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
     metrics = dict(zip(sums, comm.sum(*sums.values()), strict=True))
     highest, negative_lowest = comm.max(highest, -lowest)
     return _drop_inactive_metrics(metrics, config) | {"ratio_max": highest, "ratio_min": -negative_lowest}
+
+
+def _no_weights(row_weights: Tensor) -> Tensor:
+    """For the row of an idle pass."""
+    return row_weights.new_zeros(1, *row_weights.shape[1:])
 
 
 def _drop_inactive_metrics(metrics: dict[str, float], config: Config) -> dict[str, float]:
@@ -283,9 +311,11 @@ def _logp_of_rows(setup: Setup, training: TrainingBatch, *, first_update: bool) 
     """Log-probability of each row as a whole, under the current weights."""
     workload, logp = setup.workload, training.rollouts.logp.clone()
     if not first_update:
-        with setup.comm.fail_together(f"score() of {type(workload).__name__}"):
-            for part, rows in training.passes(workload, setup.state.row_limits["rows_per_pass"]):
-                logp[rows] = workload.score(part).logp.to(logp)
+        with setup.comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(workload.policy):
+            for rows in training.passes(workload, setup.state.row_limits["rows_per_pass"], setup.comm):
+                scores = call_block(workload.policy, workload.score, training.select(rows))
+                if len(rows):
+                    logp[rows] = scores.logp.to(logp)
     return logp.masked_fill(~training.rollouts.mask, 0).sum(1).cpu().double()
 
 
@@ -296,7 +326,7 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     limit = config.optimizer.max_grad_norm
-    norm = torch.nn.utils.clip_grad_norm_(state.trainable, float("inf") if limit is None else limit)
+    norm = full(torch.nn.utils.clip_grad_norm_(state.trainable, float("inf") if limit is None else limit))
     if not norm.isfinite():
         raise UserError(
             f"The gradient of step {state.step} is not finite (norm {norm.item()}), so it was not applied. Look for an"
@@ -317,6 +347,6 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
 
 def _all_finite(weights: list[torch.nn.Parameter]) -> bool:
     """A finite norm proves it in one pass without extra memory. Any other norm may have overflowed: check each."""
-    if torch.nn.utils.get_total_norm(weights).isfinite():
+    if full(torch.nn.utils.get_total_norm(weights)).isfinite():
         return True
-    return all(bool(weight.isfinite().all()) for weight in weights)
+    return all(bool(full(weight.isfinite().all())) for weight in weights)

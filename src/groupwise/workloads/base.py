@@ -108,6 +108,18 @@ class Workload(ABC):
 
         return torch.arange(len(rollouts)).split(rows_per_pass)
 
+    def shard_blocks(self) -> Sequence[nn.Module]:
+        """Parts of the policy whose weights are gathered one at a time when training is sharded, each called as a
+        module; by default the layers of its module lists. All other weights are gathered together.
+        """
+        from groupwise.dist.sharding import blocks_of
+
+        return blocks_of(self.policy)
+
+    def frozen_models(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
+        """Models beside the policy that `score` uses and that are sharded with it, each with its blocks."""
+        return ()
+
     def evaluate(self) -> Mapping[str, float]:
         """Named metrics on held-out data, the same on every rank. The policy holds the EMA weights if there are any."""
         return {}

@@ -12,7 +12,8 @@ from typing import Literal
 from groupwise.core.errors import require
 from groupwise.memory.architecture import Architecture
 from groupwise.memory.plan import Reduction
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.memory.sharding import ShardUnits, UnitParams
+from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 from groupwise.workloads.chat.config import LOGITS_PER_CHUNK, MIN_CHUNK_TOKENS, PREFILL_TOKENS, SAMPLING_LOGITS
 
 SAMPLED_TOKEN_BYTES = 32
@@ -44,23 +45,35 @@ class ChatMemory:
     def predict(self, spec: StepSpec) -> StageBytes:
         weights = self._weights()
         persistent = weights.by_part(spec, reference_copies=self.reference_copies)
-        temporaries, one_pass = weights.optimizer_temporaries(spec), spec.shape.passes == 1
-        return StageBytes(
-            peak_of_rollout(persistent, self._rollout_peaks(spec)),
-            peak_of_update(persistent, self._update_peaks(spec), temporaries, one_pass=one_pass),
-        )
+        return weights.stage_bytes(spec, persistent, self._rollout_peaks(spec), self._update_peaks(spec))
 
     # Weights
 
     def _weights(self) -> WeightBytes:
+        parameters, wide = self.model.parameters, self._float32_or_wider
         if self.lora_rank is None:
-            return WeightBytes(0, self.model.parameters, trained_dtype_bytes=self._float32_or_wider)
+            return WeightBytes(0, parameters, trained_dtype_bytes=wide, units=self._units(0))
         adapter = self.model.lora_params(self.lora_rank)
-        return WeightBytes(self.model.parameters, adapter, self._dtype_bytes, self._float32_or_wider)
+        return WeightBytes(parameters, adapter, self._dtype_bytes, wide, units=self._units(adapter))
 
-    def _weight_copies(self) -> int:
-        """Trained in float32, computed in bfloat16: each weight is cast once per pass and kept for its backward."""
-        return self.model.parameters * 2 if self.dtype == "bfloat16" and self.lora_rank is None else 0
+    def _units(self, adapter: int) -> ShardUnits:
+        """Each layer is a block; embeddings, the last norm and the head are the root."""
+        model, in_layers = self.model, self.model.layers * self.model.layer_params
+        if self.lora_rank is None:
+            block, root = UnitParams(0, model.layer_params), UnitParams(0, model.parameters - in_layers)
+        else:
+            block = UnitParams(model.layer_params, adapter // model.layers)
+            root = UnitParams(model.parameters - in_layers)
+        trained = adapter if self.lora_rank else model.parameters
+        return ShardUnits(block, root, model.parameters + adapter, trained, self._dtype_bytes, self._float32_or_wider)
+
+    def _weight_copies(self, spec: StepSpec) -> int:
+        """Trained in float32, computed in bfloat16: each weight is cast once per pass and kept for its backward.
+
+        Sharded weights are gathered in bfloat16 at once.
+        """
+        casts = self.dtype == "bfloat16" and self.lora_rank is None and spec.sharding is None
+        return self.model.parameters * 2 if casts else 0
 
     @property
     def _dtype_bytes(self) -> int:
@@ -85,7 +98,7 @@ class ChatMemory:
         always = {
             "logits": 4 * sampled_together * model.vocabulary * wide,  # and probabilities, their sums and products
             "sampled tokens": spec.shape.rollouts_per_rank * self.completion_tokens * SAMPLED_TOKEN_BYTES,
-            "bf16 weight copies": self._weight_copies(),
+            "bf16 weight copies": self._weight_copies(spec),
         }
         prefill = max(prefilled * self._layer_width * wide, prompt_cache)  # then keys and values move into the cache
         rows_wait = rows < spec.shape.rollouts_per_rank
@@ -115,7 +128,7 @@ class ChatMemory:
         longest_row = self.prompt_tokens + self.completion_tokens - 1
         return min(tokens, max(self.tokens_per_pass, longest_row)) if self.tokens_per_pass else tokens
 
-    def _update_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
+    def _update_peaks(self, spec: StepSpec) -> PassPeaks:
         """At the head in the forward pass, at the head in the backward pass, inside a layer in the backward pass."""
         tokens, model = self.tokens_in_pass(spec), self.model
         layer, wide = self._saved_per_layer(), self._float32_or_wider
@@ -126,10 +139,13 @@ class ChatMemory:
         final = tokens * (3 if self._norm_results_saved else 2) * model.width * wide + predicted * model.width * wide
         chunk_tokens = min(predicted, max(MIN_CHUNK_TOKENS, LOGITS_PER_CHUNK // model.vocabulary))
         chunk = chunk_tokens * model.vocabulary * 3 * wide
-        head_gradient = 0 if self.lora_rank else model.head_params * wide
-        always = {"bf16 weight copies": self._weight_copies()}
+        # a head that is gathered in the dtype of the computation has a gradient of that dtype
+        head_gradient = 0 if self.lora_rank else model.head_params * (self._dtype_bytes if spec.sharding else wide)
+        always = {"bf16 weight copies": self._weight_copies(spec)}
         in_layers = tokens * (saved + rotary_tables)
-        return [
+        # where weights are gathered, the head keeps its gradient until the backward pass has come to the embeddings
+        uncut_head = {"output-head gradient": head_gradient} if spec.sharding else {}
+        at_root = [
             {"logits (chunk)": chunk, "activations": in_layers + final, **always},
             {
                 "logits (chunk)": chunk // 3,
@@ -137,8 +153,9 @@ class ChatMemory:
                 "output-head gradient": head_gradient,
                 **always,
             },
-            {"activations": in_layers + tokens * in_layer, **always},
         ]
+        in_blocks = [{"activations": in_layers + tokens * in_layer, **uncut_head, **always}]
+        return PassPeaks(in_blocks, at_root, one_backward=spec.shape.passes == 1)
 
     @property
     def _norm_results_saved(self) -> bool:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.core.groups import content_hash
 from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores
+from groupwise.dist.sharding import blocks_of
 from groupwise.rewards.call import RewardFunction, call_rewards
 from groupwise.workloads.base import Workload
 from groupwise.workloads.chat.config import ChatConfig, SamplingParams
@@ -116,6 +117,10 @@ class ChatWorkload(Workload):
             rows_per_pass=rows_per_pass,
             tokens_per_pass=self.config.tokens_per_pass,
         )
+
+    def frozen_models(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
+        reference = self.policy.reference_model
+        return [] if reference is None else [(reference, blocks_of(reference))]
 
     def evaluate(self) -> Mapping[str, float]:
         from groupwise.workloads.chat.evaluate import evaluation_metrics

@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.core.errors import UserError
 from groupwise.memory.architecture import Architecture, architecture, read_model_config
 from groupwise.memory.plan import Reduction
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 from groupwise.workloads.controller.config import (
     BUDGET_DIM,
     NUM_FREQUENCIES,
@@ -128,14 +128,12 @@ class ControllerMemory:
         return encoder + stage_one + stage_two + heads
 
     def predict(self, spec: StepSpec) -> StageBytes:
+        """Only the policy can be sharded: the frozen model runs to another depth on each rank, so it stays whole."""
         policy = WeightBytes(0, self.policy_params)
         frozen = {part: count * self.dtype_bytes for part, count in self.frozen_params.items()}
         persistent = frozen | policy.by_part(spec)
-        temporaries, one_pass = policy.optimizer_temporaries(spec), spec.shape.passes == 1
-        return StageBytes(
-            peak_of_rollout(persistent, self._rollout_peaks(spec)),
-            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_pass),
-        )
+        update = PassPeaks([self._update_peak(spec)], one_backward=spec.shape.passes == 1)
+        return policy.stage_bytes(spec, persistent, self._rollout_peaks(spec), update)
 
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:
         rows, text = spec.shape.largest_pass, self.text

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from jaxtyping import Float, Int64
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.core.placement import RolloutRows
 from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts
@@ -104,6 +104,9 @@ class ControllerWorkload(Workload):
         choices = rollouts.data["choices"]
         decided = self.controller.decide(self.training, rollouts.data["condition"], replay_option(choices))
         return Scores(decided.logp, entropy=decided.entropy)
+
+    def shard_blocks(self) -> Sequence[nn.Module]:
+        return list(self.policy.children())
 
     def evaluate(self) -> Mapping[str, float]:
         """Greedy choices on held-out questions under every budget; latency is estimated, not measured."""

@@ -76,11 +76,24 @@ class ImageArchitecture:
         embedded += self._linear(self.pooled_width) if self.pooled_width else 0
         output = width * self.token_out + self.token_out + width  # the norm's linear layer has two widths of biases
         text_norm = self.text_width if self.model == "qwen-image" else 0
+        outside = in_and_out + embedded + embedders * self._linear(width) + output + text_norm
+        return outside + self.blocks_params
+
+    @property
+    def block_params(self) -> int:
+        """Of the largest block."""
+        dual = 7 * self._linear(self.width) + self._norm_params // 2 if self.dual_attention_blocks else 0
+        return max(self._double_params + dual, self._single_params if self.single_blocks else 0)
+
+    @property
+    def blocks_params(self) -> int:
+        """Of all blocks."""
+        width = self.width
         blocks = self.double_blocks * self._double_params + self.single_blocks * self._single_params
         blocks += self.dual_attention_blocks * (7 * self._linear(width) + self._norm_params // 2)
         if self.model == "sd3":  # the last block gives no text: no feed-forward, no output, two of six modulations
             blocks -= self._linear(4 * width) + self._linear(4 * width) + 3 * width + 5 * self._linear(width)
-        return in_and_out + embedded + embedders * self._linear(width) + output + text_norm + blocks
+        return blocks
 
     @property
     def _double_params(self) -> int:

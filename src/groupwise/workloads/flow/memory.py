@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 from groupwise.core.errors import UserError, require
 from groupwise.memory.plan import Reduction
-from groupwise.memory.stages import StageBytes, StepSpec, WeightBytes, peak_of_rollout, peak_of_update
+from groupwise.memory.sharding import ShardUnits, UnitParams, per_rank
+from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 
 _REQUIRED = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "in_channels", "text_dim")
 
@@ -24,6 +25,16 @@ class Architecture(Protocol):
 
     @property
     def parameters(self) -> int: ...
+
+    @property
+    def block_params(self) -> int:
+        """Of the largest block."""
+        ...
+
+    @property
+    def blocks_params(self) -> int:
+        """Of all blocks."""
+        ...
 
     def trained_params(self, part: str, rank: int) -> int: ...
 
@@ -104,16 +115,23 @@ class WanArchitecture:
         """All of them, exactly."""
         width, patch = self.width, self.patch[0] * self.patch[1] * self.patch[2]
         patch_in, patch_out = self.channels * patch, (self.out_channels or self.channels) * patch
-        attention = 4 * (width * width + width) + 2 * width  # with norms of queries and keys
-        norm = 2 * width if self.cross_norm else 0
-        feed_forward = 2 * width * self.ffn_dim + self.ffn_dim + width
-        block = 2 * attention + norm + feed_forward + 6 * width + self._camera_params_per_layer
         time = self.time_width * width + width + width * width + width + width * 6 * width + 6 * width
         text = self.text_width * width + width + width * width + width
         patch_in_and_out = patch_in * width + width + width * patch_out + patch_out + 2 * width
-        return (
-            self.layers * (block + self._image_params_per_layer) + time + text + patch_in_and_out + self._image_params
-        )
+        return self.blocks_params + time + text + patch_in_and_out + self._image_params
+
+    @property
+    def block_params(self) -> int:
+        width = self.width
+        attention = 4 * (width * width + width) + 2 * width  # with norms of queries and keys
+        norm = 2 * width if self.cross_norm else 0
+        feed_forward = 2 * width * self.ffn_dim + self.ffn_dim + width
+        in_block = 2 * attention + norm + feed_forward + 6 * width
+        return in_block + self._camera_params_per_layer + self._image_params_per_layer
+
+    @property
+    def blocks_params(self) -> int:
+        return self.layers * self.block_params
 
     @property
     def _image_params(self) -> int:
@@ -227,13 +245,10 @@ class FlowMemory:
         weights = self._weights()
         persistent = weights.by_part(spec)
         if self.part != "lora":  # the initial values of what is trained
-            persistent["reference"] = weights.trained_params * weights.trained_dtype_bytes
-        temporaries = weights.optimizer_temporaries(spec)
+            persistent["reference"] = per_rank(weights.trained_params * weights.trained_dtype_bytes, spec.sharding)
         one_backward = spec.shape.passes == 1 and self.trained_steps == 1
-        return StageBytes(
-            peak_of_rollout(persistent, self._rollout_peaks(spec)),
-            peak_of_update(persistent, [self._update_peak(spec)], temporaries, one_pass=one_backward),
-        )
+        update = PassPeaks([self._update_peak(spec)], one_backward=one_backward)
+        return weights.stage_bytes(spec, persistent, self._rollout_peaks(spec), update)
 
     @property
     def tokens(self) -> int:
@@ -259,9 +274,23 @@ class FlowMemory:
     def _weights(self) -> WeightBytes:
         parameters, number = self.transformers * self.model.parameters, self.dtype_bytes
         trained = self.transformers * self.model.trained_params(self.part, self.lora_rank)
-        if self.part == "lora":
-            return WeightBytes(parameters, trained, number, 4)
-        return WeightBytes(parameters - trained, trained, number, number if self.part == "all" else 4)
+        wide = number if self.part == "all" else 4
+        frozen = parameters if self.part == "lora" else parameters - trained
+        return WeightBytes(frozen, trained, number, wide, units=self._units(trained, number, wide))
+
+    def _units(self, trained: int, number: int, wide: int) -> ShardUnits:
+        """Of one transformer, as one is used at a time. What is trained in part is in the blocks, in equal shares."""
+        model = self.model
+        outside = model.parameters - model.blocks_params
+        share = model.block_params / model.blocks_params
+        if self.part == "all":
+            block, root = UnitParams(0, model.block_params), UnitParams(0, outside)
+        else:
+            in_block = round(trained / self.transformers * share)
+            whole = 0 if self.part == "lora" else in_block  # adapters come on top of the block's own
+            block, root = UnitParams(model.block_params - whole, in_block), UnitParams(outside)
+        adapters = trained if self.part == "lora" else 0
+        return ShardUnits(block, root, self.transformers * model.parameters + adapters, trained, number, wide)
 
     def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
         """In a block of the transformer, or while clips are decoded.

@@ -7,6 +7,7 @@ gradients of norms and rotary embeddings move and keep less memory. Modules, wei
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from groupwise.dist.sharding import call_block
 from groupwise.workloads.chat.engine.attention import AttentionLayout, layout_attention
 
 Values = Float[Tensor, "*batch width"]
@@ -43,9 +45,9 @@ class LlamaForward:
             logit_positions = layout.logit_positions if layer is self.layers[-1] else None
             inputs = hidden, rotary, layout, logit_positions
             if layer.module.training and torch.is_grad_enabled():  # how transformers marks gradient checkpointing
-                hidden = checkpoint(layer, *inputs, use_reentrant=False)
+                hidden = call_block(layer.module, partial(checkpoint, layer, use_reentrant=False), *inputs)
             else:
-                hidden = layer(*inputs)
+                hidden = call_block(layer.module, layer, *inputs)
         return _norm(self.model.norm, hidden)
 
 

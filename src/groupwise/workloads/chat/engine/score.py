@@ -10,6 +10,7 @@ from torch import Tensor
 
 from groupwise.core.errors import require
 from groupwise.core.types import Scores
+from groupwise.dist.sharding import call_block
 from groupwise.workloads.chat.config import SamplingParams
 from groupwise.workloads.chat.engine.logprobs import token_logprobs
 from groupwise.workloads.chat.engine.packing import TokenIds, pack_batch
@@ -43,7 +44,8 @@ def score(
     if reference:
         require(policy.has_reference, "policy.reference", policy.config.reference, "'adapter' or 'copy' for a KL term")
         with policy.reference():
-            reference_logp = pad_rows(_score(policy, prompts, prompt_of_row, completions, sampling)[0], width)
+            rows = call_block(policy.causal_lm, _score, policy, prompts, prompt_of_row, completions, sampling)[0]
+            reference_logp = pad_rows(rows, width)
     return Scores(pad_rows(logps, width), pad_rows(entropies, width), reference_logp)
 
 

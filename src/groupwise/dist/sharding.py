@@ -1,0 +1,233 @@
+"""Sharded weights, gradients and moments, with torch's FSDP2 (`fully_shard`).
+
+Each rank holds a part of each tensor. A block's weights are gathered when it runs and freed after it, and its gradient
+is summed into the rank that holds the part. For rollouts all blocks are gathered first, so that ranks may decode
+different numbers of tokens. All functions do nothing for a policy that is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from groupwise.core.errors import UserError
+from groupwise.dist.comm import Comm
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CALL = "call_as_forward"
+"""The method of a sharded module that FSDP gathers its weights for, besides `forward`."""
+
+_WHOLE = "weights_are_whole"
+"""The attribute of a sharded module that says whether `gathered` has its weights."""
+
+
+def shard(
+    policy: nn.Module,
+    blocks: Sequence[nn.Module],
+    comm: Comm,
+    *,
+    frozen: Iterable[tuple[nn.Module, Sequence[nn.Module]]] = (),
+    ranks_per_shard: int | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> None:
+    """Shard the policy in place, block by block; the rest of its weights are gathered together.
+
+    `frozen`: models without gradients that are sharded too, each with its blocks. `ranks_per_shard`: so many ranks hold
+    a whole copy together (those of a node), and gradients are summed between the copies. `compute_dtype`: weights are
+    gathered in it and kept, like gradients and moments, in their own.
+    """
+    if comm.ranks == 1:
+        raise UserError(
+            "shard is 'full' and there is one rank, so there is nothing to share. Launch several with `torchrun"
+            " --nproc-per-node N -m groupwise ...`, or leave --shard away."
+        )
+    _refuse_scalars(policy)
+    _refuse_different_weights(policy, comm)
+    mesh = _mesh(comm, ranks_per_shard or comm.ranks)
+    for model, parts in ((policy, blocks), *frozen):
+        mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=_gradient_dtype(model))
+        for module in (*parts, model):
+            fully_shard(module, mesh=mesh, mp_policy=mixed)
+        for module in _sharded_modules(model):
+            module.set_gradient_divide_factor(1.0)  # on each module: the default divides by the number of ranks
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            module.set_custom_all_gather(_AgreedAllGather(comm))
+            module.set_custom_reduce_scatter(_AgreedReduceScatter(comm))
+            setattr(module, _WHOLE, False)
+            setattr(module, _CALL, _call)
+            register_fsdp_forward_method(module, _CALL)
+        call_block(model, lambda: None)  # FSDP takes the module that runs first for the root
+        _set_reshard_after_forward(model, keep_root=model is policy)
+        reshard(model)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The layers of the outermost module lists: what transformers and diffusers models repeat."""
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        layers = [layer for layer in child if any(True for _ in layer.parameters())] if _is_list(child) else []
+        blocks += layers or blocks_of(child)
+    return blocks
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return isinstance(model, FSDPModule)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it all weights are whole, so that nothing is sent; each rank may run the model as often as it likes."""
+    modules = _sharded_modules(model)
+    if not modules:
+        yield
+        return
+    try:
+        for module in modules:
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+            setattr(module, _WHOLE, True)
+        yield
+    except BaseException:
+        modules[0].reset_iter_state()
+        raise
+    finally:
+        for module in modules:
+            setattr(module, _WHOLE, False)
+        reshard(model)
+        _set_reshard_after_forward(model, keep_root=True)
+
+
+@contextmanager
+def passes_in_step(model: nn.Module) -> Iterator[None]:
+    """For forward and backward passes, of which all ranks must run equally many. After an error none is half done."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(model, FSDPModule):
+            model.reset_iter_state()
+        raise
+    finally:
+        reshard(model)
+
+
+def exchange_gradients(model: nn.Module, now: bool) -> None:
+    """Whether the next backward pass sums its gradients over the ranks, or adds them to whole ones of this rank."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(now)
+
+
+def call_block(module: nn.Module, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that uses the module's weights, as if it were the module's forward."""
+    if not isinstance(module, FSDPModule) or getattr(module, _WHOLE):
+        return function(*args, **kwargs)
+    result: T = getattr(module, _CALL)(function, *args, **kwargs)
+    return result
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole tensor of a sharded one, on each rank: a collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def part_like(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor that all ranks have, placed as another one is."""
+    if not isinstance(like, DTensor) or isinstance(whole, DTensor):
+        return whole
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+
+
+def reshard(model: nn.Module) -> None:
+    """Free whole weights, if any are gathered."""
+    for module in _sharded_modules(model):
+        module.reshard()
+
+
+def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    return function(*args, **kwargs)
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList)
+
+
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    """The model first."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def _set_reshard_after_forward(model: nn.Module, *, keep_root: bool) -> None:
+    """Blocks are freed after their forward; the rest of a trained model is needed again at once."""
+    for module in _sharded_modules(model):
+        module.set_reshard_after_forward(not (keep_root and module is model), recurse=False)
+
+
+def _mesh(comm: Comm, ranks_per_shard: int) -> DeviceMesh:
+    if ranks_per_shard == comm.ranks:
+        return init_device_mesh(comm.device.type, (comm.ranks,), mesh_dim_names=("shard",))
+    shape = (comm.ranks // ranks_per_shard, ranks_per_shard)
+    return init_device_mesh(comm.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _gradient_dtype(model: nn.Module) -> torch.dtype | None:
+    """Gradients are summed in the dtype of the trained weights."""
+    return next((weight.dtype for weight in model.parameters() if weight.requires_grad), None)
+
+
+def _refuse_scalars(policy: nn.Module) -> None:
+    scalar = next((name for name, weight in policy.named_parameters() if not weight.ndim), None)
+    if scalar is not None:
+        raise UserError(
+            f"shard is 'full' and the policy's weight '{scalar}' is a single number without an axis, which cannot be"
+            " split. Give it shape (1,), or train without --shard."
+        )
+
+
+def _refuse_different_weights(policy: nn.Module, comm: Comm) -> None:
+    """Each rank keeps its part of its own copy, so the copies must be equal."""
+    sums = [[weight.detach().double().sum(), weight.detach().abs().double().sum()] for weight in policy.parameters()]
+    all_sums = comm.gather(torch.tensor([sums], dtype=torch.float64))
+    if not torch.equal(all_sums, all_sums[:1].expand_as(all_sums)):
+        raise UserError(
+            "shard is 'full' and the ranks have built policies with different weights, of which each would keep a part."
+            " Make the policy from one seed or file on all ranks."
+        )
+
+
+class _Allocates:
+    def __init__(self, comm: Comm):
+        self._comm = comm
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AgreedAllGather(_Allocates):
+    """An all-gather that no rank enters when another one has failed: see `Comm.proceed`."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        self._comm.proceed()
+        return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _AgreedReduceScatter(_Allocates):
+    """A sum of gradients that no rank enters when another one has failed."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._comm.proceed()
+        return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)

@@ -1,0 +1,116 @@
+"""What sharding leaves on a rank, and what is gathered for a while: the arithmetic of torch's FSDP2. No torch.
+
+Each block is a unit, and the root is one: all parameters outside of blocks, such as embeddings and head. A rank keeps
+its part of each unit in the dtype of training; a unit is gathered in the dtype of computation just before it is used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RolloutMode = Literal["gathered", "blocks"]
+ExchangeMode = Literal["step", "pass"]
+GATHERED_BLOCKS = "gathered blocks"
+ROLLOUT_COPY = "rollout's copy of the weights"
+EXCHANGE_BUFFERS = "gradients in exchange"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Over how many ranks weights, gradients and moments are cut, and what is gathered when."""
+
+    ranks: int
+    """Ranks that hold one copy together: all, or those of one node."""
+    over: Literal["all", "node"] = "all"
+    rollout: RolloutMode = "gathered"
+    """gathered: all weights at once, so that ranks decode without waiting for each other. blocks: one at a time."""
+    exchange: ExchangeMode = "step"
+    """step: gradients of all passes are summed on each rank, uncut, and exchanged once. pass: exchanged and cut after
+    each pass, which takes less memory and more traffic."""
+
+    def on_ranks(self, ranks: int) -> Sharding | None:
+        """The same on another number of ranks; None where one rank would hold everything."""
+        shared_by = ranks if self.over == "all" else min(ranks, self.ranks)
+        return Sharding(shared_by, self.over, self.rollout, self.exchange) if shared_by > 1 else None
+
+
+@dataclass(frozen=True)
+class UnitParams:
+    """Parameters that are gathered together."""
+
+    frozen: int = 0
+    trained: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.frozen + self.trained
+
+
+@dataclass(frozen=True)
+class ShardUnits:
+    """The units of a model, as far as they decide what is gathered at a peak."""
+
+    block: UnitParams
+    """The largest block."""
+    root: UnitParams
+    all_params: int
+    """That a rollout uses: of all blocks and the root."""
+    all_trained: int
+    compute_bytes: int
+    """Of a gathered number, and of its gradient before the exchange."""
+    exchange_bytes: int
+    """Of a gradient's number in the exchange."""
+
+    def rollout_bytes(self, mode: RolloutMode) -> int:
+        """What a rollout gathers: all weights, with the last block in the collective's buffer, too; or the root and a
+        block, while the buffers of this block and of the one before are not yet freed.
+        """
+        blocks = 3 * self.block.total + self.root.total
+        return self.compute_bytes * (self.all_params + self.block.total if mode == "gathered" else blocks)
+
+    def at_root(self) -> dict[str, int]:
+        """Between the forward and the backward pass: the root, and the buffer of a block."""
+        return {GATHERED_BLOCKS: self._gathered(blocks=1)}
+
+    def in_blocks(self, sharding: Sharding, *, sums_uncut: bool) -> dict[str, int]:
+        """Where one block follows another, in whichever of the two passes takes more.
+
+        Forward: the block, its buffer, and that of the block before. Backward: the block and its gradient, the next
+        block's buffer, and the gradient of the block before, in exchange. Where uncut gradients are summed, what the
+        exchange of a block holds besides them is its buffer and the block's cut gradient.
+        """
+        trained = self.block.trained
+        forward = {GATHERED_BLOCKS: self._gathered(blocks=3)}
+        if sums_uncut:
+            buffer = trained * self.exchange_bytes
+            backward = {
+                GATHERED_BLOCKS: self._gathered(blocks=1),
+                EXCHANGE_BUFFERS: buffer + per_rank(buffer, sharding),
+            }
+        else:
+            gradients = trained * (self.compute_bytes + self.exchange_bytes)
+            backward = {GATHERED_BLOCKS: self._gathered(blocks=2), EXCHANGE_BUFFERS: gradients}
+        return max(forward, backward, key=lambda parts: sum(parts.values()))
+
+    def at_start(self) -> dict[str, int]:
+        """When a forward pass begins: root and first block, both with their buffers."""
+        return {GATHERED_BLOCKS: 2 * self.compute_bytes * (self.root.total + self.block.total)}
+
+    def at_end(self, *, sums_uncut: bool) -> dict[str, int]:
+        """When a backward pass ends: the root's gradient, and the buffer of its exchange."""
+        gradient = self.exchange_bytes if sums_uncut else self.compute_bytes
+        return {EXCHANGE_BUFFERS: self.root.trained * (gradient + self.exchange_bytes)}
+
+    @property
+    def cut_before_last_block(self) -> int:
+        """Trained parameters with exchanged gradients when the last block but one is in its backward pass."""
+        return self.all_trained - self.root.trained - 2 * self.block.trained
+
+    def _gathered(self, blocks: int) -> int:
+        return self.compute_bytes * (self.root.total + blocks * self.block.total)
+
+
+def per_rank(size: int, sharding: Sharding | None) -> int:
+    """A rank's part of so many bytes, rounded up."""
+    return size if sharding is None else -(-size // sharding.ranks)
