@@ -151,7 +151,7 @@ def _header(path: Path) -> tuple[int, int, int]:
         if path.suffix == ".npy":
             return _array(path).shape[:3]
         if path.suffix in _CONTAINERS:
-            with _video(path) as (container, stream):
+            with _video(path, skip_frame="all") as (container, stream):
                 # not in all headers; else packets are counted, each of which is a frame
                 frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
                 return frames, stream.codec_context.height, stream.codec_context.width
@@ -208,14 +208,14 @@ def _image(path: Path) -> Iterator[Any]:
 
 
 @contextmanager
-def _video(path: Path) -> Iterator[tuple[Any, Any]]:
-    """A container and its first video stream."""
+def _video(path: Path, **options: str) -> Iterator[tuple[Any, Any]]:
+    """A container and its first video stream, with options of FFmpeg's decoders."""
     try:
         import av
     except ImportError as error:
         raise ImportError("PyAV, which reads videos, is not there: pip install av") from error
 
-    options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+    options |= {"max_pixels": str(MAX_FRAME_PIXELS)}
     # an open file, not a path: what is in it has no way to another one
     with path.open("rb") as file, av.open(file, format=_CONTAINERS[path.suffix], options=options) as container:
         if not container.streams.video:
