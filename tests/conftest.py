@@ -1,6 +1,10 @@
-"""Shapes in annotations are checked while the tests run; threads are fixed so that timings mean something."""
+"""Shapes in annotations are checked while the tests run; threads are fixed so that timings mean something.
+
+The cache folder is empty and the tests' own."""
 
 import importlib
+import os
+import tempfile
 
 import hypothesis
 import torch
@@ -13,5 +17,7 @@ with install_import_hook(SHAPED, "beartype.beartype"):
         importlib.import_module(module)
 
 torch.set_num_threads(1)
+_cache = tempfile.TemporaryDirectory(prefix="groupwise-cache-")
+os.environ["GROUPWISE_CACHE"] = _cache.name
 hypothesis.settings.register_profile("steady", deadline=None, derandomize=True, max_examples=60)
 hypothesis.settings.load_profile("steady")

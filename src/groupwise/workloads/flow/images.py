@@ -56,10 +56,10 @@ def _with_sources(conditions: Sequence[Condition], clips: Tensor) -> list[list[T
 
 
 def _source(condition: Condition, clip: Tensor) -> Tensor | None:
-    source = condition.source_clip
-    if source is None or clip.ndim != 4 or source.shape[1] < clip.shape[1]:
+    shape = condition.source_shape
+    if shape is None or clip.ndim != 4 or shape[1] < clip.shape[1]:
         return None
-    return source[:, : clip.shape[1]]
+    return condition.read_source(clip.shape[1])
 
 
 def _frames(pixels: Pixels) -> Pixels:

@@ -8,7 +8,6 @@ the top names the clips below `train/`. In the camera file `frameN` -> `camNN` i
 from __future__ import annotations
 
 import csv
-import json
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import MAX_JSON_BYTES, parse_json
+from groupwise.core.units import format_bytes
 from groupwise.data.rows import BadRow, Record
 
 METADATA = "metadata.csv"
@@ -106,7 +107,9 @@ def _draw_source(videos: Path, clip: Path) -> str:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        cameras = json.loads(file.read_text(encoding="utf-8"))
+        if file.stat().st_size > MAX_JSON_BYTES:
+            raise ValueError(f"it has more than {format_bytes(MAX_JSON_BYTES)}")
+        cameras = parse_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise BadRow(*_unreadable(file, str(error))) from error
     if not isinstance(cameras, Mapping):

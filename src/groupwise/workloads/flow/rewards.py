@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float
@@ -11,7 +11,41 @@ from torch import Tensor
 
 from groupwise.core.types import RewardTerms
 from groupwise.rewards.call import RewardFunction, call_rewards
+from groupwise.workloads.flow.clips import ClipFile, to_float
 from groupwise.workloads.flow.task import Condition
+
+_KEPT_BYTES = 512 << 20
+
+
+class SourceClips(Sequence[Tensor | None]):
+    """The source clip of each row in -1..1, read from its file when it is asked for: most rewards do not look at it.
+
+    Rows of a group have the same clip, so the last ones are kept, as bytes.
+    """
+
+    def __init__(self, conditions: Sequence[Condition]):
+        self._conditions = conditions
+        self._kept: dict[ClipFile, Tensor] = {}  # least recently used first
+
+    def __len__(self) -> int:
+        return len(self._conditions)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor | None: ...
+    @overload
+    def __getitem__(self, index: slice) -> SourceClips: ...
+    def __getitem__(self, index: int | slice) -> Tensor | SourceClips | None:
+        if isinstance(index, slice):
+            return SourceClips(self._conditions[index])
+        condition = self._conditions[index]
+        return condition.source_clip if condition.source_file is None else to_float(self._read(condition.source_file))
+
+    def _read(self, file: ClipFile) -> Tensor:
+        clip = self._kept.pop(file, None)
+        self._kept[file] = clip = file.read() if clip is None else clip
+        while len(self._kept) > 1 and sum(kept.numel() for kept in self._kept.values()) > _KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return clip
 
 
 def clip_rewards(
@@ -19,12 +53,12 @@ def clip_rewards(
 ) -> RewardTerms:
     """All functions on all clips, with the parts of their conditions as columns."""
     names = dict.fromkeys(name for condition in conditions for name in condition.reward_columns)
-    columns: dict[str, list[Any]] = {
+    columns: dict[str, Sequence[Any]] = {
         name: [condition.reward_columns.get(name) for condition in conditions] for name in names
     }
     columns |= {
         "cameras": [condition.camera for condition in conditions],
-        "sources": [condition.source_clip for condition in conditions],
+        "sources": SourceClips(conditions),
         "names": [condition.name for condition in conditions],
     }
     return call_rewards(functions, [condition.prompt for condition in conditions], list(clips), **columns)

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from groupwise.workloads.flow.sampling.encoding_store import EncodingStore
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 
 Conditioning = Mapping[str, Tensor]
@@ -34,6 +35,9 @@ class FlowModel(Protocol):
     guides_in_one_pass: bool = True
     """Prompt and negative prompt go through the model as one batch; False for one after the other, which takes less
     memory and is what most pipelines do."""
+
+    encoding_store: EncodingStore | None = None
+    """Where encodings are kept on the disk; models that are quick to encode ignore it."""
 
     def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         """The conditioning of each condition, on the CPU."""

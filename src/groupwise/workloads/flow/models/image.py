@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -15,9 +16,10 @@ from torch.nn.functional import pad
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainedPartsConfig
-from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning, FlowModel, guided
+from groupwise.workloads.flow.models.base import Conditioning, FlowModel, guided
 from groupwise.workloads.flow.models.pipeline_folder import (
     PipelineSchedule,
+    TextEncoder,
     latent_image_size,
     load_pipeline_without_transformer,
     load_transformer,
@@ -51,7 +53,7 @@ class ImageModel(FlowModel):
         dtype: str = "bfloat16",
         negative_prompt: str = "",
     ):
-        self.device, self._negative_prompt = device, negative_prompt
+        self._folder, self.device, self._negative_prompt = folder, device, negative_prompt
         self.policy: Any = load_transformer(getattr(diffusers, self.transformer_name), folder, dtype, device)
         self._reference = select_trained_parameters(self.policy, train)
         self.pipeline = load_pipeline_without_transformer(getattr(diffusers, self.pipeline_name), folder, dtype)
@@ -69,12 +71,16 @@ class ImageModel(FlowModel):
     @torch.no_grad()
     def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         prompts = [condition.prompt for condition in conditions]
+        return self._texts.with_negative(prompts, self._encode_on_device, self._negative_prompt)
+
+    @cached_property
+    def _texts(self) -> TextEncoder:
+        return TextEncoder(self.encoding_store, self._folder, self.pipeline)
+
+    def _encode_on_device(self, prompts: list[str]) -> dict[str, Tensor]:
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         with on_device(self.device, *encoders):
-            positive = self._encode_prompts(prompts)
-            negative = self._encode_prompts([self._negative_prompt] * len(prompts))
-        columns = {**positive, **{f"{NEGATIVE_PREFIX}{name}": column for name, column in negative.items()}}
-        return [{name: column[index].cpu() for name, column in columns.items()} for index in range(len(prompts))]
+            return self._encode_prompts(prompts)
 
     def _encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         raise NotImplementedError

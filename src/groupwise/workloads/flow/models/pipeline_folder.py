@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+import transformers
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
+from groupwise.core.groups import content_hash
+from groupwise.data.file_hash import file_hash
+from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
+from groupwise.workloads.flow.sampling.encoding_store import CachedEncoder, EncodingStore
 
 
 def pipeline_class(folder: Path, known: Collection[str]) -> str:
@@ -61,6 +67,41 @@ def load_pipeline_without_transformer(
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()
     return pipeline
+
+
+def encoder_hash(folder: Path, parts: Sequence[str], *settings: object) -> str:
+    """A name for what some parts of a pipeline folder compute: their files, these settings, the libraries' versions."""
+    files = sorted(file for part in parts for file in (folder / part).rglob("*") if file.is_file())
+    content = [f"{file.relative_to(folder)}:{file_hash(file)};" for file in files]
+    versions = (torch.__version__, transformers.__version__, diffusers.__version__)
+    return content_hash(*content, repr((versions, settings)))
+
+
+class TextEncoder:
+    """A pipeline's prompts, encoded; the negative prompt once for all of them."""
+
+    def __init__(self, store: EncodingStore | None, folder: Path, pipeline: Any):
+        parts = sorted(name for name in pipeline.components if name.startswith(("text_encoder", "tokenizer")))
+        dtypes = [getattr(pipeline.components[name], "dtype", None) for name in parts]
+        settings = (type(pipeline).__name__, text_length(pipeline), dtypes)
+        self._cached = CachedEncoder(store, lambda: encoder_hash(folder, parts, *settings))
+        self._negative: Conditioning | None = None
+
+    def with_negative(
+        self, prompts: list[str], encode: Callable[[list[str]], Mapping[str, Tensor]], negative_prompt: str
+    ) -> list[Conditioning]:
+        """The columns that `encode` makes of each prompt, and those of the negative prompt under their prefix."""
+        if self._negative is None:
+            (negative,) = self._cached.encode([negative_prompt], lambda _: rows_of(encode([negative_prompt])))
+            self._negative = {f"{NEGATIVE_PREFIX}{name}": column for name, column in negative.items()}
+        texts = self._cached.encode(prompts, lambda rows: rows_of(encode([prompts[row] for row in rows])))
+        return [{**text, **self._negative} for text in texts]
+
+
+def rows_of(columns: Mapping[str, Tensor]) -> list[Conditioning]:
+    """The rows of encoded columns, each on its own, on the CPU."""
+    rows = len(next(iter(columns.values())))
+    return [{name: column[row].cpu().clone() for name, column in columns.items()} for row in range(rows)]
 
 
 def text_length(pipeline: Any) -> int:

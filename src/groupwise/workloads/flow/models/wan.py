@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,24 @@ from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
 from groupwise.workloads.flow.config import TrainedPartsConfig
-from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning, FlowModel, guided
+from groupwise.workloads.flow.models.base import Conditioning, FlowModel, guided
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
 from groupwise.workloads.flow.models.checkpoints import load_camera_layers
 from groupwise.workloads.flow.models.pipeline_folder import (
     PipelineSchedule,
+    TextEncoder,
+    encoder_hash,
     latent_image_size,
     load_pipeline_without_transformer,
     load_transformer,
     on_device,
     pipeline_class,
     read_index,
+    rows_of,
     text_length,
 )
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
+from groupwise.workloads.flow.sampling.encoding_store import CachedEncoder
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 
 HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
@@ -67,7 +72,7 @@ class WanModel(FlowModel):
         low_noise_guidance_scale: float | None = None,
     ):
         saved_class, names = pipeline_class(folder, self.known), transformer_names(folder)
-        self.device, self.size, self._negative_prompt = device, size, negative_prompt
+        self._folder, self.device, self.size, self._negative_prompt = folder, device, size, negative_prompt
         self._low_noise_guidance_scale = low_noise_guidance_scale
         self._transformers: dict[str, WanTransformer3DModel] = {
             name: load_transformer(WanTransformer3DModel, folder, dtype, device, name) for name in names
@@ -109,31 +114,46 @@ class WanModel(FlowModel):
     @torch.no_grad()
     def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
         """Prompts by the text encoder, sources by the VAE; both are on the device only for this call."""
-        texts = self._encode_prompts([condition.prompt for condition in conditions])
-        sources = self._encode_sources(conditions)
-        return [
-            {name: column[index].cpu() for name, column in {**texts, **sources}.items()}
-            for index in range(len(conditions))
-        ]
+        texts = self._texts.with_negative([c.prompt for c in conditions], self._encode_prompts, self._negative_prompt)
+        if not self.condition_spec.source_frames:
+            return texts
+        cached = CachedEncoder(self.encoding_store, self._source_encoder)
+        sources = cached.encode(
+            [condition.source_key() for condition in conditions],
+            lambda rows: rows_of(self._encode_sources([conditions[row] for row in rows])),
+        )
+        own = [self._own_inputs(condition) for condition in conditions]
+        return [{**text, **source, **more} for text, source, more in zip(texts, sources, own, strict=True)]
+
+    @cached_property
+    def _texts(self) -> TextEncoder:
+        return TextEncoder(self.encoding_store, self._folder, self.pipeline)
+
+    def _source_encoder(self) -> str:
+        """A name of what source clips are encoded by."""
+        settings = (type(self).__name__, self.size, self.pipeline.vae.dtype)
+        return encoder_hash(self._folder, ("vae", "image_encoder", "image_processor"), *settings)
+
+    def _own_inputs(self, condition: Condition) -> Conditioning:
+        """What is not worth keeping on the disk."""
+        return {}
 
     def _encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         pipe = self.pipeline
         parts = {"tokenizer": pipe.tokenizer, "text_encoder": pipe.text_encoder, "scheduler": pipe.scheduler}
         text_to_video = WanPipeline(**parts, vae=pipe.vae)  # the other pipeline encodes alike, but only with ftfy
         with on_device(self.device, pipe.text_encoder):
-            positive, negative = text_to_video.encode_prompt(
+            text, _ = text_to_video.encode_prompt(
                 prompts,
-                [self._negative_prompt] * len(prompts),
+                do_classifier_free_guidance=False,
                 device=self.device,
                 max_sequence_length=text_length(pipe),
             )
-        return {"text": positive, f"{NEGATIVE_PREFIX}text": negative}
+        return {"text": text}
 
     def _encode_sources(self, conditions: Sequence[Condition]) -> Mapping[str, Tensor]:
         """The first frame as the pipeline takes it: its latents with a mask, and for Wan 2.1 its CLIP embedding."""
-        if not self._from_image:
-            return {}
-        images = [image for c in conditions if c.source_clip is not None for image in _to_images(c.source_clip[:, :1])]
+        images = [image for clip in _sources(conditions, 1) for image in _to_images(clip)]
         pipe, size = self.pipeline, self.size
         pixels = pipe.video_processor.preprocess(images, height=size.height, width=size.width).to(self.device)
         shape = (pipe.vae.config.z_dim, size.height, size.width, size.frames)
@@ -246,12 +266,15 @@ class WanCameraModel(WanModel):
         )
 
     def _encode_sources(self, conditions: Sequence[Condition]) -> Mapping[str, Tensor]:
-        clips = torch.stack([c.source_clip[:, : self.size.frames] for c in conditions if c.source_clip is not None])
+        clips = torch.stack(_sources(conditions, self.size.frames))
         with on_device(self.device, self.pipeline.vae):
             latents = self.pipeline.vae.encode(clips.to(self.device, self.pipeline.vae.dtype)).latent_dist.mode()
         mean, std = (scale.to(latents) for scale in self._latent_scale)
-        cameras = torch.stack([c.camera.float() for c in conditions if c.camera is not None])
-        return {"source": (latents - mean) / std, "camera": cameras}
+        return {"source": (latents - mean) / std}
+
+    def _own_inputs(self, condition: Condition) -> Conditioning:
+        assert condition.camera is not None
+        return {"camera": condition.camera.float()}
 
     def _velocity(
         self, transformer: WanTransformer3DModel, latents: Tensor, timestep: Tensor, conditioning: Conditioning
@@ -274,6 +297,10 @@ def _boundary(pipeline: Any, names: Sequence[str], folder: Path) -> float | None
             " a boundary needs both transformers, one without it only the first. Fix its model_index.json."
         )
     return boundary
+
+
+def _sources(conditions: Sequence[Condition], frames: int) -> list[Tensor]:
+    return [source for source in (condition.read_source(frames) for condition in conditions) if source is not None]
 
 
 def _to_images(clip: Float[Tensor, "3 frames height width"]) -> list[Any]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.files import cache_folder
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
@@ -53,6 +54,9 @@ class PipelineConfig(FlowConfig):
     """Width of the generated images or clips, in pixels."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the frozen weights and their computations; denoising steps, log-probs and trained weights are float32."""
+    encoding_cache_gib: float = 50.0
+    """Encoded prompts and source clips that are kept on the disk for all ranks and runs, in $GROUPWISE_CACHE (else
+    ~/.cache/groupwise); those not used for longest are deleted. 0 keeps none."""
     negative_prompt: str = ""
     """The prompt that guidance leads away from."""
     train: TrainedPartsConfig = field(default_factory=TrainedPartsConfig)
@@ -61,6 +65,8 @@ class PipelineConfig(FlowConfig):
         super().__post_init__()
         for name in ("height", "width"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+        gib = self.encoding_cache_gib
+        require(0 <= gib <= 2**20, "workload.encoding_cache_gib", gib, "from 0 (none) to 1048576")
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
@@ -68,6 +74,7 @@ class PipelineConfig(FlowConfig):
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.rewards.load import load_reward_functions
         from groupwise.workloads.flow.images import draw_movie, draw_sheet
+        from groupwise.workloads.flow.sampling.encoding_store import EncodingStore
         from groupwise.workloads.flow.task import FlowTask
 
         for name in ("pipeline", "data"):
@@ -78,8 +85,11 @@ class PipelineConfig(FlowConfig):
         rewards = load_reward_functions(self.rewards)
         is_video = isinstance(self, WanConfig | RecamConfig)
         notes: list[str] = []
+        model = self.model(self.pipeline, device)
+        if self.encoding_cache_gib:
+            model.encoding_store = EncodingStore(cache_folder() / "encodings", int(self.encoding_cache_gib * 2**30))
         return FlowTask(
-            model=self.model(self.pipeline, device),
+            model=model,
             conditions=self._read("data", notes),
             held_out=self._read("held_out", notes) if self.held_out else [],
             rewards=rewards,
@@ -89,7 +99,8 @@ class PipelineConfig(FlowConfig):
         )
 
     def _read(self, name: Literal["data", "held_out"], notes: list[str]) -> list[Condition]:
-        from groupwise.workloads.flow.data import ClipFormat, read_conditions
+        from groupwise.workloads.flow.clips import ClipFormat
+        from groupwise.workloads.flow.data import read_conditions
 
         row_filter = RowFilter(self.on_bad_row, "--workload.on-bad-row")
         clips = ClipFormat((self.height, self.width), getattr(self, "frames", None))
