@@ -6,7 +6,8 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test check format clean
+.PHONY: setup demo test test-device check format clean
+DEVICE ?= emulated
 
 setup: $(READY)
 
@@ -24,7 +25,11 @@ demo: setup
 	$(BIN)/groupwise eval runs/demo
 
 test: setup
-	$(BIN)/pytest -n 2 --dist loadfile -m 'not slow'
+	$(BIN)/pytest -n 2 --dist loadfile -m 'not slow and not device'
+
+# On a device that is not the CPU: the emulated one, or what DEVICE names (cuda, npu, xpu, mps).
+test-device: setup
+	GROUPWISE_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -p no:xdist tests/accelerator/on_device
 
 check: setup
 	$(BIN)/ruff format --check .

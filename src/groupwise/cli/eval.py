@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,12 +40,15 @@ class EvalArguments:
     """The recipe that the run was started with, where it is not built in: file.py or module:function."""
     code: tuple[str, ...] = ()
     """Functions and services named in the run's settings (rewards, placement, data) that may be used."""
+    device: str | None = None
+    """Where to evaluate, such as cuda or cpu. By default where the run was told to train."""
 
 
 def run(arguments: list[str], as_json: bool) -> int:
     options = parse(EvalArguments, arguments, prog="groupwise eval")
     folder = RunFolder(options.run_dir)
     recipe, config = config_of_run(folder, options.recipe)
+    config = replace(config, run=replace(config.run, device=options.device or config.run.device))
     from groupwise.dist.comm import disconnect
     from groupwise.training.evaluate import evaluate
 

@@ -8,18 +8,16 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
-from groupwise.dist.devices import reduce_dtype
+from groupwise.dist.devices import choose_device
 from groupwise.dist.launcher import listen_on_loopback, was_restarted
 
 BUCKET_NUMEL = 1 << 22
@@ -37,7 +35,8 @@ class Comm:
     rank: int
     ranks: int
     device: torch.device
-    _state: PartialState = field(repr=False)
+    sums_on_host: bool = False
+    """Whether gradients are copied to the host to be summed: where torch has no backend for the device."""
 
     @property
     def is_main(self) -> bool:
@@ -47,14 +46,18 @@ class Comm:
         """The rows of all ranks, rank after rank, on the CPU. Every rank passes the same number of rows."""
         if self.ranks == 1:
             return rows.cpu()
-        raw = rows.contiguous().view(torch.uint8).to(self.device)  # bytes: not every backend sends float64
-        parts = [torch.empty_like(raw) for _ in range(self.ranks)]
-        dist.all_gather(parts, raw)
-        return torch.cat(parts).cpu().view(rows.dtype)
+        own = rows.contiguous().cpu()
+        parts = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather([part.view(torch.uint8) for part in parts], own.view(torch.uint8))
+        return torch.cat(parts)
 
     def gather_objects(self, objects: Sequence[Any]) -> list[Any]:
         """The (picklable) objects of all ranks, rank after rank."""
-        return list(objects) if self.ranks == 1 else list(gather_object(list(objects)))
+        if self.ranks == 1:
+            return list(objects)
+        by_rank: list[Any] = [None] * self.ranks
+        dist.all_gather_object(by_rank, list(objects))
+        return [entry for entries in by_rank for entry in entries]
 
     def sum(self, *numbers: float) -> list[float]:
         """The sum of each number over the ranks."""
@@ -105,12 +108,14 @@ class Comm:
         """Rank 0's value, on every rank."""
         if self.ranks == 1:
             return value
-        return broadcast_object_list([value])[0]
+        values = [value]
+        dist.broadcast_object_list(values)
+        return values[0]
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.ranks > 1:
-            self._state.wait_for_everyone()
+            dist.barrier()
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """Sum gradients over the ranks: large ones in place, small ones in buckets.
@@ -130,15 +135,24 @@ class Comm:
             if len(bucket) > 1:
                 buffer = buffers[flat.dtype][: _numel(bucket)]
                 flat = torch.cat([gradient.flatten() for gradient in bucket], out=buffer)
-            dist.all_reduce(flat)
+            self._sum_in_place(flat)
             sums = flat.split([gradient.numel() for gradient in bucket])
             for gradient, summed in zip(bucket, sums, strict=True):
                 gradient.copy_(summed.view_as(gradient))
 
+    def _sum_in_place(self, values: Tensor) -> None:
+        if not self.sums_on_host:
+            dist.all_reduce(values)
+            return
+        on_host = values.cpu()
+        dist.all_reduce(on_host)
+        values.copy_(on_host)
+
     def _reduce(self, numbers: Sequence[float], operation: Any) -> list[float]:
+        """On the host, in float64: not all devices have it, and none has to be waited for."""
         if self.ranks == 1:
             return [float(number) for number in numbers]
-        reduced = torch.tensor(numbers, dtype=reduce_dtype(self.device), device=self.device)
+        reduced = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(reduced, op=operation)
         return [float(number) for number in reduced.tolist()]
 
@@ -202,17 +216,41 @@ def _error_message(error: Exception, what: str) -> str:
     return f"{what} raised {type(error).__name__}: {error}{line}."
 
 
-def connect() -> Comm:
-    """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did."""
+def connect(device: str | None = None) -> Comm:
+    """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did.
+
+    `device` names another device than the one that torch reports.
+    """
     listen_on_loopback()
-    state = PartialState(cpu=not torch.accelerator.is_available(), **_store_of_this_attempt())
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if state.num_processes != launched:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    missing = [name for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if ranks > 1 and missing:
         raise UserError(
-            f"WORLD_SIZE is {launched}, but the process group has {state.num_processes}: each process would train alone."
+            f"WORLD_SIZE is {ranks}, but {', '.join(missing)} is not set: each process would train alone."
             " Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
         )
-    return Comm(state.process_index, state.num_processes, state.device, state)
+    own = choose_device(device)
+    if ranks == 1:
+        return Comm(0, 1, own)
+    backend = dist.Backend.default_device_backend_map.get(own.type)
+    if not dist.is_initialized():
+        by_device = {"cpu": "gloo"} if backend is None else {"cpu": "gloo", own.type: backend}
+        backends = ",".join(f"{kind}:{name}" for kind, name in by_device.items())
+        dist.init_process_group(backends, **_store_of_this_attempt())
+    comm = Comm(dist.get_rank(), dist.get_world_size(), own, sums_on_host=backend is None)
+    _refuse_mixed_devices(comm)
+    return comm
+
+
+def _refuse_mixed_devices(comm: Comm) -> None:
+    types = comm.gather_objects([comm.device.type])
+    if len({*types}) > 1:
+        ranks_of = {kind: [rank for rank, other in enumerate(types) if other == kind] for kind in dict.fromkeys(types)}
+        listed = "; ".join(f"{kind}: ranks {', '.join(map(str, ranks))}" for kind, ranks in ranks_of.items())
+        raise UserError(
+            f"The ranks are on different devices ({listed}), whose results differ in rounding. Start all of them where"
+            " the same device is available, or give --device cpu to all."
+        )
 
 
 def _store_of_this_attempt() -> dict[str, Any]:

@@ -18,7 +18,7 @@ class Trackers:
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]):
         self._accelerator: Accelerator | None = None
         if names:
-            self._accelerator = Accelerator(log_with=list(names), project_dir=folder)
+            self._accelerator = Accelerator(cpu=True, log_with=list(names), project_dir=folder)
             init_kwargs = {name: {"name": folder.name} for name in names if name != "tensorboard"}
             self._accelerator.init_trackers("groupwise", config=_flatten(config), init_kwargs=init_kwargs)
 

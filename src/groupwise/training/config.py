@@ -79,6 +79,8 @@ class RunConfig:
     """Steps between tables of those rollouts on the screen; 0 shows none."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     """Where to send metrics besides metrics.jsonl."""
+    device: str | None = None
+    """Device of the ranks, such as cuda, npu or cpu. By default the accelerator that torch reports, else the CPU."""
     threads: int = 1
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
     preflight: bool = True

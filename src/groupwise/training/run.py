@@ -66,7 +66,7 @@ class RunSummary:
 
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
-    start, comm = time.perf_counter(), connect()
+    start, comm = time.perf_counter(), connect(config.run.device)
     folder = RunFolder(run_dir(config))
     display = ProgressDisplay(config, silent=not comm.is_main)
     if comm.broadcast_object(comm.is_main and folder.is_of_this_job()):
@@ -91,7 +91,7 @@ def train(config: Config) -> RunSummary:
 
 def check(config: Config) -> tuple[list[Check], bool]:
     """Preflight alone, nothing written; and whether this is the rank that prints."""
-    display = ProgressDisplay(config, silent=not connect().is_main)
+    display = ProgressDisplay(config, silent=not connect(config.run.device).is_main)
     setup = set_up(config, warn=display.warn)
     return preflight(setup), setup.comm.is_main
 

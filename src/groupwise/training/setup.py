@@ -45,7 +45,7 @@ def ignore_warning(text: str) -> None:
 def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignore_warning) -> Setup:
     """Connect the ranks, build the workload and refuse what does not fit. The workload may read the checkpoint."""
     configure_process(config.run.threads)
-    comm = connect()
+    comm = connect(config.run.device)
     check_installed(config.run.trackers)
     config.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=comm.ranks)  # refused before a dataset is read
     base_bytes = used_bytes(comm.device)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.errors import UserError
+from groupwise.dist.devices import move_module
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.chat.engine.attention import AttentionLayout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
@@ -166,7 +167,7 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Lan
             f"policy.model {source!r} lacks {len(missing)} of its weights, {missing[0]} among them: they would be"
             " random. Download all files of the model again."
         )
-    return make_policy(model.to(device), config)
+    return make_policy(move_module(model, device), config)
 
 
 def make_policy(model: Any, config: PolicyConfig) -> LanguageModelPolicy:

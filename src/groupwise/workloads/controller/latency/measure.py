@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from groupwise.core.errors import UserError, require
-from groupwise.dist.devices import default_device
 from groupwise.latency.meter import LatencyMeter, find_model_parts
 from groupwise.latency.records import LatencySummary, Timing, summarize
 from groupwise.workloads.controller.model.adapters import Sample, adapter_for
@@ -80,7 +79,7 @@ def _text_model(name: str, model: Any, prompt_tokens: int) -> MeasuredModel:
     """A model without a vision tower has no knobs here: `generate` answers."""
     config = model.config
     generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(config.vocab_size, (1, prompt_tokens), generator=generator).to(default_device())
+    prompt = torch.randint(config.vocab_size, (1, prompt_tokens), generator=generator).to(model.device)
     only = Knobs(NO_TIER, 1, getattr(config, "num_experts_per_tok", None) or 1, config.num_hidden_layers)
 
     def answer(_: Knobs, __: int, tokens: int) -> object:

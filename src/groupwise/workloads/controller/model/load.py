@@ -15,7 +15,7 @@ import transformers
 from transformers.utils import cached_file
 
 from groupwise.core.errors import UserError
-from groupwise.dist.devices import default_device
+from groupwise.dist.devices import default_device, move_module
 from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_for, check_family, default_options
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.inputs import FrontEnd, TransformersFrontEnd
@@ -86,7 +86,7 @@ def load_model(
         )
     family = (config.architectures or [type(config).__name__])[0]
     check_family(family, config)
-    model = _weights(source, family, dtype).to(device).eval()
+    model = move_module(_weights(source, family, dtype), device).eval()
     return _loaded(source, model, _tokenizer(source), _normalization(source))
 
 
@@ -133,11 +133,8 @@ def _config_content(source: str) -> dict[str, Any]:
 def load_text_model(source: str) -> Any:
     """A language model without a vision tower, in the dtype it was saved in."""
     load = transformers.AutoModelForCausalLM.from_pretrained
-    return (
-        _load(source, lambda: load(source, dtype="auto", use_safetensors=True, trust_remote_code=False))
-        .eval()
-        .to(default_device())
-    )
+    model = _load(source, lambda: load(source, dtype="auto", use_safetensors=True, trust_remote_code=False))
+    return move_module(model.eval(), default_device())
 
 
 def _source(name: str | Path) -> str:

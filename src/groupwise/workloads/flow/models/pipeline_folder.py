@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
 from groupwise.data.file_hash import file_hash
+from groupwise.dist.devices import move_module
 from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
 from groupwise.workloads.flow.sampling.encoding_store import CachedEncoder, EncodingStore
 
@@ -54,7 +55,7 @@ def load_transformer(
 ) -> Any:
     """The transformer of a pipeline folder, on the device, in eval mode."""
     transformer = model_class.from_pretrained(folder, subfolder=name, dtype=getattr(torch, dtype), use_safetensors=True)
-    return transformer.to(device).eval()
+    return move_module(transformer, device).eval()
 
 
 def load_pipeline_without_transformer(
@@ -160,8 +161,8 @@ def on_device(device: torch.device, *parts: nn.Module | None) -> Iterator[None]:
     present = [part for part in parts if part is not None]
     try:
         for part in present:
-            part.to(device)
+            move_module(part, device)
         yield
     finally:
         for part in present:
-            part.to("cpu")
+            move_module(part, "cpu")

@@ -18,6 +18,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration, OlmoeConfig
 from transformers.utils import logging
 
 from groupwise.core.errors import UserError
+from groupwise.dist.devices import move_module
 from groupwise.workloads.controller.model.adapters import Sample, adapter_for
 from groupwise.workloads.controller.model.images import LazyCrops, read_image
 from groupwise.workloads.controller.model.inputs import ImageInput, check_length
@@ -110,7 +111,7 @@ class MosaicSize:
 
 def load(*, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> LoadedModel:
     """The shipped model with its knobs and its front end."""
-    model = load_mosaic(dtype=dtype).to(device)
+    model = move_module(load_mosaic(dtype=dtype), device)
     return LoadedModel(
         name=NAME,
         model=model,
