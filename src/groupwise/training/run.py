@@ -28,6 +28,7 @@ from groupwise.training.checkpoint import (
 from groupwise.training.config import Config, memory_settings, to_dict
 from groupwise.training.evaluate import write_evaluation
 from groupwise.training.loop import StepResult, training_steps
+from groupwise.training.nonfinite import NonfiniteError
 from groupwise.training.preflight import Check, preflight, refuse_failures
 from groupwise.training.progress import ProgressDisplay
 from groupwise.training.run_folder import METRICS, RunFolder, reward_of
@@ -204,9 +205,12 @@ class StepLog:
         if setup.comm.is_main:
             folder.append(METRICS, [{"step": step.step, **step.metrics, "memory_bytes": memory.to_dict()}])
             folder.append_samples(step.samples, max_bytes=setup.config.run.samples_mib << 20)
+            folder.append_nonfinite(step.skipped_samples, max_bytes=setup.config.run.samples_mib << 20)
         memory_metrics = {f"memory/{name}": float(value) for name, value in memory.to_dict().items()}
         self._trackers.log({**step.metrics, **memory_metrics}, step.step)
         self._display.show_step(step)
+        if step.skipped:
+            self._display.warn(f"Step {step.step + 1} is skipped: {step.skipped}")
         warning = setup.workload.reporter.step_warning(step.metrics)
         if warning and setup.config.run.on_warning == "stop":
             raise UserError(warning)
@@ -224,6 +228,8 @@ class StepLog:
         state = self._setup.state
         if self._setup.comm.is_main:
             self._folder.write_traceback(error)
+            if isinstance(error, NonfiniteError):
+                self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
         if state.step and state.updates == self._complete_updates:
             self._write_checkpoint()  # without a barrier: other ranks may not have failed
 
