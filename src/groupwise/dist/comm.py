@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -19,8 +20,12 @@ from torch import distributed as dist
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.dist.devices import reduce_dtype
-from groupwise.dist.launcher import listen_on_loopback, was_restarted
+from groupwise.core.user_code import contain_exits, exit_process
+from groupwise.dist.heartbeat import Heartbeat
+from groupwise.dist.launcher import is_launched, listen_on_loopback, was_restarted
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""Longer than rank 0 may evaluate alone while the others wait."""
 BUCKET_NUMEL = 1 << 22
 """Elements per all-reduce when gradients are summed: small tensors share one bucket."""
 
@@ -33,6 +38,7 @@ class Comm:
     ranks: int
     device: torch.device
     _state: PartialState = field(repr=False)
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1, DEFAULT_TIMEOUT_S), repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -72,7 +78,8 @@ class Comm:
         """
         error: Exception | None = None
         try:
-            yield
+            with contain_exits():
+                yield
         except Exception as raised:  # noqa: BLE001 - a user's code may raise anything
             error = raised
         failures = self._collect_failures(error, what)
@@ -187,17 +194,33 @@ def _error_message(error: Exception, what: str) -> str:
     return f"{what} raised {type(error).__name__}: {error}{line}."
 
 
-def connect() -> Comm:
-    """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did."""
+def connect(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Comm:
+    """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did.
+
+    The time limit is that of the first call: the longest that a rank waits for another.
+    """
     listen_on_loopback()
-    state = PartialState(cpu=not torch.accelerator.is_available(), **_store_of_this_attempt())
+    limit = {"timeout": timedelta(seconds=timeout_s)} if is_launched() else {}
+    state = PartialState(cpu=not torch.accelerator.is_available(), **_store_of_this_attempt(), **limit)
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if state.num_processes != launched:
         raise UserError(
             f"WORLD_SIZE is {launched}, but the process group has {state.num_processes}: each process would train alone."
             " Launch with `torchrun --nproc-per-node N -m groupwise ...` or `accelerate launch`."
         )
-    return Comm(state.process_index, state.num_processes, state.device, state)
+    return Comm(state.process_index, state.num_processes, state.device, state, _heartbeat(state, timeout_s))
+
+
+_heartbeats: list[Heartbeat] = []
+"""The one of this process, as torch has one process group."""
+
+
+def _heartbeat(state: PartialState, timeout_s: float) -> Heartbeat:
+    if not _heartbeats or _heartbeats[0].ranks != state.num_processes:
+        _heartbeats[:] = [Heartbeat(state.process_index, state.num_processes, timeout_s)]
+        if state.num_processes > 1:
+            _heartbeats[0].start()
+    return _heartbeats[0]
 
 
 def _store_of_this_attempt() -> dict[str, Any]:
@@ -226,8 +249,8 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def exit_now() -> NoReturn:
-    """Exit with code 0: exit functions run and output is flushed, but the interpreter is not shut down.
+def exit_now(code: int = 0) -> NoReturn:
+    """Exit with this code: exit functions run and output is flushed, but the interpreter is not shut down.
 
     A gloo thread that outlives the interpreter can abort the process (pytorch issues 179291 and 190489), and the
     launcher would then report a finished run as failed.
@@ -236,4 +259,4 @@ def exit_now() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(0)
+    exit_process(code)

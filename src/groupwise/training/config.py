@@ -81,6 +81,9 @@ class RunConfig:
     """Where to send metrics besides metrics.jsonl."""
     threads: int = 1
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
+    rank_timeout_s: float = 1800.0
+    """Longest that a rank waits for another one before the run ends. Rank 0 draws images and writes checkpoints alone
+    meanwhile, so it must be longer than that takes."""
     preflight: bool = True
     """Check rollouts, rewards, ratios and gradients on one pass before training."""
     on_warning: Literal["print", "stop"] = "print"
@@ -100,6 +103,9 @@ class RunConfig:
             limit = most.get(name, _MOST)
             holds = number <= getattr(self, name) <= limit
             require(holds, name, getattr(self, name), f"from {number} to {limit:,}")
+        require(
+            1 <= self.rank_timeout_s <= _MOST, "rank_timeout_s", self.rank_timeout_s, f"from 1 to {_MOST:,} seconds"
+        )
 
 
 @dataclass(frozen=True)

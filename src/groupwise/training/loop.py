@@ -57,6 +57,7 @@ def train_step(setup: Setup) -> StepResult:
     """One step of GRPO. `retry` repeats a stage with smaller batches after an out-of-memory error: same result."""
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
     timer, memory = StageTimer(), PeakMemory(comm.device)
+    comm.heartbeat.begin(f"step {state.step}")
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []
     while needs_round(rounds, config, comm):  # one; with config.refill more, while too few groups have spread

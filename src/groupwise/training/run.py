@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from groupwise.core.errors import UserError
-from groupwise.dist.comm import connect
+from groupwise.dist.comm import Comm, connect
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.trackers import Trackers
 from groupwise.training.checkpoint import (
@@ -67,7 +67,12 @@ class RunSummary:
 
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
-    start, comm = time.perf_counter(), connect()
+    start, comm = time.perf_counter(), connect(timeout_s=config.run.rank_timeout_s)
+    with comm.heartbeat.explain_lost_rank():
+        return _train_on_ranks(config, comm, start)
+
+
+def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
     folder = RunFolder(run_dir(config))
     display = ProgressDisplay(config, silent=not comm.is_main)
     if comm.broadcast_object(comm.is_main and folder.is_of_this_job()):
@@ -270,11 +275,14 @@ def handle_stop_signals(print_line: Callable[[str], None]) -> Iterator[Callable[
         print_line("Stopping: finishing this step and writing a checkpoint. Once more to exit immediately.")
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    failed = True
     try:
         yield lambda: bool(stop_requested)
+        failed = False
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if not (failed and is_launched()):  # the launcher ends all ranks when one fails: let this one save and explain
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> RunSummary:
