@@ -7,8 +7,8 @@ from groupwise.cli.main import main
 
 if __name__ == "__main__":
     code = main()
-    if code == 0 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         from groupwise.dist.comm import exit_now
 
-        exit_now()
+        exit_now(code)
     sys.exit(code)

@@ -64,7 +64,8 @@ Examples:
   groupwise measure mosaic                                 latency of the embedded vision-language model
 
 `groupwise COMMAND --help` explains a command. `--json` prints exactly one JSON object on stdout; all else goes to
-stderr. Exit code 0 is success, 2 an error that you can fix (the message says how), 130 a run that you stopped, 1 a bug.
+stderr. Exit code 0 is success, 2 an error that you can fix (the message says how), 3 a run that has lost one of its
+ranks, 130 a run that you stopped, 1 a bug.
 
 Other libraries' names are accepted too:
 {chr(10).join(f"  {flag:<22} {', '.join(aliases)}" for flag, aliases in ALIASES.items())}
@@ -126,7 +127,7 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
     except Exception as error:
         remedy = _message_for_user(error)
         if remedy is not None:
-            return _refuse(remedy, as_json)
+            return _refuse(remedy, as_json, code=error.exit_code if isinstance(error, UserError) else 2)
         _fail(f"{type(error).__name__}: {error}", as_json, code=1)
         raise
 
@@ -138,10 +139,10 @@ def _message_for_user(error: Exception) -> str | None:
     return str(error) if isinstance(error, UserError) else None
 
 
-def _refuse(message: str, as_json: bool) -> int:
+def _refuse(message: str, as_json: bool, *, code: int = 2) -> int:
     message = re.sub(r"\S{300,}", _shorten, message)
     print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
-    return _fail(message, as_json, code=2)
+    return _fail(message, as_json, code=code)
 
 
 def _shorten(word: re.Match[str]) -> str:

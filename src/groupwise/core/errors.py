@@ -20,6 +20,9 @@ _OOM_MESSAGES = ("out of memory", "not enough memory", "allocate memory", "bad_a
 class UserError(ValueError):
     """A value that cannot be used: the message holds the value, the rule and the remedy."""
 
+    exit_code = 2
+    """Of the command that it ends."""
+
 
 class OutOfMemoryError(UserError):
     """A rank ran out of memory. Raised on all ranks, so that all of them retry with smaller batches."""

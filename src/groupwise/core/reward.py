@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from groupwise.core.config import RewardConfig
@@ -20,13 +20,32 @@ class Rewards:
     total: Float[Tensor, " rollouts"]
     """NaN where a term with weight is missing: a sum without it could not be compared within the group."""
     terms: RewardTerms
-    missing: int
     per_decision: Float[Tensor, "rollouts decisions"] | None = None
     """The reward of each decision on top of its rollout's total; None where decisions have no rewards of their own."""
+
+    @property
+    def missing(self) -> int:
+        return int(self.is_missing.sum())
+
+    @property
+    def is_missing(self) -> Bool[Tensor, " rollouts"]:
+        """Rollouts without a reward."""
+        return (
+            self.total.isnan() if self.per_decision is None else self.total.isnan() | self.per_decision.isnan().all(1)
+        )
 
 
 def weigh(terms: RewardTerms, config: RewardConfig) -> Rewards:
     """The weighted sum of a step's terms; an error where too many rollouts have none."""
+    rewards = weigh_present(terms, config)
+    problem = too_many_missing(rewards, config)
+    if problem:
+        raise UserError(problem)
+    return rewards
+
+
+def weigh_present(terms: RewardTerms, config: RewardConfig) -> Rewards:
+    """The weighted sum of a step's terms, however many are missing."""
     _check_names(terms, config)
     rows = len(next(iter(terms.per_rollout.values())))
     total = torch.zeros(rows, dtype=torch.float64)
@@ -36,11 +55,7 @@ def weigh(terms: RewardTerms, config: RewardConfig) -> Rewards:
             total = total + weight * values.cpu().double()
     total = total.masked_fill(~total.isfinite(), torch.nan)
     per_decision = _weigh_decisions(terms, config)
-    is_missing = total.isnan() if per_decision is None else total.isnan() | per_decision.isnan().all(1)
-    missing = int(is_missing.sum())
-    if missing > config.max_missing_fraction * rows:
-        raise UserError(_too_many_missing(terms, missing, rows, config))
-    return Rewards(total, terms, missing, per_decision)
+    return Rewards(total, terms, per_decision)
 
 
 def _weigh_decisions(terms: RewardTerms, config: RewardConfig) -> Float[Tensor, "rollouts decisions"] | None:
@@ -78,9 +93,12 @@ def _check_names(terms: RewardTerms, config: RewardConfig) -> None:
         )
 
 
-def _too_many_missing(terms: RewardTerms, missing: int, rows: int, config: RewardConfig) -> str:
-    reasons = "; ".join(f"{name}: {reason}" for name, reason in terms.failures.items())
-    allowed = config.max_missing_fraction
+def too_many_missing(rewards: Rewards, config: RewardConfig) -> str | None:
+    """Why a step cannot be trained; None where enough of its rollouts have a reward."""
+    missing, rows, allowed = rewards.missing, len(rewards.total), config.max_missing_fraction
+    if missing <= allowed * rows:
+        return None
+    reasons = "; ".join(f"{name}: {reason}" for name, reason in rewards.terms.failures.items())
     return (
         f"{missing} of {rows} rollouts of this step have no reward, more than reward.max_missing_fraction {allowed:g}"
         f" allows{f' ({reasons})' if reasons else ''}. A missing reward is never counted as zero. Fix the reward"

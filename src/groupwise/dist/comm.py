@@ -8,7 +8,8 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +18,13 @@ from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
+from groupwise.core.user_code import contain_exits, exit_process
 from groupwise.dist.devices import choose_device
+from groupwise.dist.heartbeat import Heartbeat
 from groupwise.dist.launcher import listen_on_loopback, was_restarted
 
+DEFAULT_TIMEOUT_S = 1800.0
+"""Longer than rank 0 may evaluate alone while the others wait."""
 BUCKET_NUMEL = 1 << 22
 """Elements per all-reduce when gradients are summed: small tensors share one bucket."""
 
@@ -37,6 +42,7 @@ class Comm:
     device: torch.device
     sums_on_host: bool = False
     """Whether gradients are copied to the host to be summed: where torch has no backend for the device."""
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat(0, 1, DEFAULT_TIMEOUT_S), repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -80,7 +86,8 @@ class Comm:
         """
         error: Exception | None = None
         try:
-            yield
+            with contain_exits():
+                yield
         except Exception as raised:  # noqa: BLE001 - a user's code may raise anything
             error = raised
         failures = self._collect_failures(error, what)
@@ -216,10 +223,11 @@ def _error_message(error: Exception, what: str) -> str:
     return f"{what} raised {type(error).__name__}: {error}{line}."
 
 
-def connect(device: str | None = None) -> Comm:
+def connect(device: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Comm:
     """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did.
 
-    `device` names another device than the one that torch reports.
+    `device` names another device than the one that torch reports. The time limit is that of the first call: the longest
+    that a rank waits for another.
     """
     listen_on_loopback()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -236,8 +244,9 @@ def connect(device: str | None = None) -> Comm:
     if not dist.is_initialized():
         by_device = {"cpu": "gloo"} if backend is None else {"cpu": "gloo", own.type: backend}
         backends = ",".join(f"{kind}:{name}" for kind, name in by_device.items())
-        dist.init_process_group(backends, **_store_of_this_attempt())
-    comm = Comm(dist.get_rank(), dist.get_world_size(), own, sums_on_host=backend is None)
+        dist.init_process_group(backends, timeout=timedelta(seconds=timeout_s), **_store_of_this_attempt())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    comm = Comm(rank, ranks, own, sums_on_host=backend is None, heartbeat=_heartbeat(rank, ranks, timeout_s))
     _refuse_mixed_devices(comm)
     return comm
 
@@ -251,6 +260,17 @@ def _refuse_mixed_devices(comm: Comm) -> None:
             f"The ranks are on different devices ({listed}), whose results differ in rounding. Start all of them where"
             " the same device is available, or give --device cpu to all."
         )
+
+
+_heartbeats: list[Heartbeat] = []
+"""The one of this process, as torch has one process group."""
+
+
+def _heartbeat(rank: int, ranks: int, timeout_s: float) -> Heartbeat:
+    if not _heartbeats or _heartbeats[0].ranks != ranks:
+        _heartbeats[:] = [Heartbeat(rank, ranks, timeout_s)]
+        _heartbeats[0].start()
+    return _heartbeats[0]
 
 
 def _store_of_this_attempt() -> dict[str, Any]:
@@ -279,8 +299,8 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def exit_now() -> NoReturn:
-    """Exit with code 0: exit functions run and output is flushed, but the interpreter is not shut down.
+def exit_now(code: int = 0) -> NoReturn:
+    """Exit with this code: exit functions run and output is flushed, but the interpreter is not shut down.
 
     A gloo thread that outlives the interpreter can abort the process (pytorch issues 179291 and 190489), and the
     launcher would then report a finished run as failed.
@@ -289,4 +309,4 @@ def exit_now() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
             stream.flush()
-    os._exit(0)
+    exit_process(code)

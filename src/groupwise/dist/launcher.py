@@ -12,6 +12,8 @@ from contextlib import contextmanager
 
 import psutil
 
+from groupwise.core.user_code import exit_process
+
 LOOPBACK = "lo"
 _POLL_S = 1.0
 _GRACE_S = 60.0
@@ -77,4 +79,4 @@ def _watch(launcher: int, finished: threading.Event) -> None:
     print(f"groupwise (rank {rank}): the launcher, process {launcher}, is gone: stopping.", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
     if not finished.wait(_GRACE_S):
-        os._exit(1)
+        exit_process(1)

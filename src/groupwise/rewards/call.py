@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import numbers
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +17,10 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError, is_out_of_memory
 from groupwise.core.types import RewardTerms
+from groupwise.core.user_code import contain_exits, without_exit
 
+_GRACE_S = 1.0
+"""Between the time limit of an async function and the moment when it is given up from outside."""
 RewardFunction = Callable[..., Sequence[float | None] | Awaitable[Sequence[float | None]]]
 """`def reward(prompts, completions, **columns) -> list[float]`: one number per row, None (or NaN) for "no reward"."""
 
@@ -44,7 +48,8 @@ class _FailedReward:
 
 def _call(call: Callable[[], Any]) -> Any:
     try:
-        return call()
+        with contain_exits():
+            return call()
     except Exception as error:  # a user's function may raise anything; the policy for it is in the config
         if is_out_of_memory(error):  # not the function's fault: the stage is repeated with fewer rows
             raise
@@ -54,7 +59,7 @@ def _call(call: Callable[[], Any]) -> Any:
 def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
     async def await_one(result: Awaitable[Any]) -> Any:
         try:
-            return await result
+            return await without_exit(result)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -65,8 +70,33 @@ def _await_all(waiting: Mapping[str, Awaitable[Any]]) -> dict[str, Any]:
 
     if not waiting:
         return {}
-    with ThreadPoolExecutor(1) as executor:  # this thread may run an event loop already, as in a notebook
-        return dict(zip(waiting, executor.submit(lambda: asyncio.run(await_all())).result(), strict=True))
+    return dict(zip(waiting, _in_a_thread(lambda: asyncio.run(await_all()), waiting), strict=True))
+
+
+def _in_a_thread(call: Callable[[], list[Any]], waiting: Mapping[str, Awaitable[Any]]) -> list[Any]:
+    """This thread may run an event loop already, as in a notebook.
+
+    A function that blocks the event loop also blocks its time limit: then all are given up, and the thread is left
+    behind, which does not keep the process alive.
+    """
+    results: list[list[Any] | Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except Exception as error:  # noqa: BLE001 - raised again below
+            results.append(error)
+
+    limits = [getattr(result, "timeout_s", math.inf) for result in waiting.values()]
+    thread = threading.Thread(target=run, daemon=True)
+    with contain_exits():
+        thread.start()
+        thread.join(None if math.inf in limits else max(limits) + _GRACE_S)
+    if not results:
+        return [_FailedReward(f"blocked the event loop for {max(limits):g} s: it must await, not wait")] * len(waiting)
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]
 
 
 def _as_rewards(name: str, result: Any, rows: int) -> tuple[Tensor, str | None]:

@@ -7,10 +7,12 @@ import inspect
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
+
+from groupwise.core.user_code import without_exit
 
 
 def with_time_limit(function: Callable[..., Any], timeout_s: float, message: str = "") -> Callable[..., Any]:
@@ -26,7 +28,7 @@ def with_time_limit(function: Callable[..., Any], timeout_s: float, message: str
         result = run(lambda: function(*args, **kwargs), timeout_s, message)
         if not inspect.isawaitable(result):
             return result
-        return _await_until(result, max(0.0, timeout_s - (time.monotonic() - start)), message)
+        return TimedAwaitable(result, max(0.0, timeout_s - (time.monotonic() - start)), message)
 
     return call
 
@@ -88,8 +90,17 @@ def _in_a_thread(call: Callable[[], Any], timeout_s: float, message: str) -> Any
     return result
 
 
-async def _await_until(result: Any, timeout_s: float, message: str) -> Any:
-    try:
-        return await asyncio.wait_for(result, timeout_s)
-    except TimeoutError as error:
-        raise TimeoutError(message) from error
+class TimedAwaitable:
+    """The result of an async function, with the time that is left for it."""
+
+    def __init__(self, result: Any, timeout_s: float, message: str):
+        self._result, self.timeout_s, self._message = result, timeout_s, message
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> Any:
+        try:
+            return await asyncio.wait_for(without_exit(self._result), self.timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(self._message) from error

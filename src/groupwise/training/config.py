@@ -83,20 +83,31 @@ class RunConfig:
     """Device of the ranks, such as cuda, npu or cpu. By default the accelerator that torch reports, else the CPU."""
     threads: int = 1
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
+    rank_timeout_s: float = 1800.0
+    """Longest that a rank waits for another one before the run ends. Rank 0 draws images and writes checkpoints alone
+    meanwhile, so it must be longer than that takes."""
     preflight: bool = True
     """Check rollouts, rewards, ratios and gradients on one pass before training."""
     on_warning: Literal["print", "stop"] = "print"
     """What a warning about a step does, such as nearly all completions truncated: print it, or stop the run."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a log-probability, loss or gradient that is not finite does, or too many missing rewards: stop the run, or
+    skip the update and go on. Either way nothing of it reaches the weights, and nonfinite.jsonl has the rollouts."""
+    max_skipped: int = 10
+    """With on_nonfinite skip: most steps in a row that may be skipped; one more stops the run."""
 
     def __post_init__(self) -> None:
         require_types(self)
-        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "samples_mib": 1}
+        least = {"checkpoint_every": 1, "keep_checkpoints": 1, "threads": 1, "samples_mib": 1, "max_skipped": 1}
         least |= {"eval_every": 0, "samples_per_step": 0, "show_samples_every": 0}
         most = {"threads": MAX_THREADS, "samples_per_step": MAX_ROLLOUTS_PER_STEP, "samples_mib": 2**20}
         for name, number in least.items():
             limit = most.get(name, _MOST)
             holds = number <= getattr(self, name) <= limit
             require(holds, name, getattr(self, name), f"from {number} to {limit:,}")
+        require(
+            1 <= self.rank_timeout_s <= _MOST, "rank_timeout_s", self.rank_timeout_s, f"from 1 to {_MOST:,} seconds"
+        )
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch import Tensor
 from groupwise.core.advantage import compute_advantages
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
-from groupwise.core.reward import term_statistics, weigh
+from groupwise.core.reward import term_statistics, weigh_present
 from groupwise.core.types import Advantages
 from groupwise.dist.comm import Comm
 from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
+from groupwise.training.nonfinite import nonfinite_rollouts, rows_of_groups
 from groupwise.training.rollout import (
     Round,
     compute_rewards,
@@ -39,6 +41,10 @@ class StepResult:
     samples: list[dict[str, Any]]
     memory: MemoryUsage
     """Of the rank with the highest peak."""
+    skipped: str = ""
+    """Why the policy was not updated, where a number was not finite."""
+    skipped_samples: list[dict[str, Any]] = field(default_factory=list)
+    """The rollouts of the groups concerned."""
 
 
 def training_steps(setup: Setup) -> Iterator[StepResult]:
@@ -51,6 +57,7 @@ def train_step(setup: Setup) -> StepResult:
     """One step of GRPO. `retry` repeats a stage with smaller batches after an out-of-memory error: same result."""
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
     timer, memory = StageTimer(), PeakMemory(comm.device)
+    comm.heartbeat.begin(f"step {state.step}")
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []
     while needs_round(rounds, config, comm):  # one; with config.refill more, while too few groups have spread
@@ -60,19 +67,24 @@ def train_step(setup: Setup) -> StepResult:
         rollouts = retry("rollout", generate_rollouts, setup, placement)
         group_ids = gather_group_ids(rollouts, placement, comm)
         timer.lap("rollout_s")
-        rewards = weigh(retry("reward", compute_rewards, setup, rollouts), config.reward)
+        rewards = weigh_present(retry("reward", compute_rewards, setup, rollouts), config.reward)
         timer.lap("reward_s")
         rounds.append(Round(placement, rollouts, group_ids, rewards))
     batch = join_rounds(rounds)
     advantages = compute_advantages(batch.rewards, batch.group_ids, config.advantage)
     advantages, refill_metrics = keep_first_groups(advantages, batch, config, comm)
-    metrics = update(setup, batch, advantages)
+    setup.nonfinite.problem = nonfinite_rollouts(batch, config, comm)
+    metrics = {"trained_rollouts": 0.0} if setup.nonfinite.problem else update(setup, batch, advantages)
+    skipped_samples = describe_nonfinite(setup, batch, advantages)
+    setup.nonfinite.decide(skipped_samples)
     timer.lap("update_s")
     metrics = workload_metrics(setup, batch, advantages) | refill_metrics | metrics
     samples = describe_rollouts(setup, batch, advantages)
     metrics = summarize_step(batch, advantages, metrics, timer, comm) | setup.recovery.step_metrics()
+    metrics |= setup.nonfinite.step_metrics()
     state.step += 1
-    return StepResult(state.step - 1, metrics, samples, memory.over_ranks(comm))
+    skipped = setup.nonfinite.problem.reason if setup.nonfinite.problem else ""
+    return StepResult(state.step - 1, metrics, samples, memory.over_ranks(comm), skipped, skipped_samples)
 
 
 def workload_metrics(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, float]:
@@ -93,10 +105,29 @@ def describe_rollouts(setup: Setup, batch: Round, advantages: Advantages) -> lis
     """The step's first rollouts, group by group: the same ones wherever they ran."""
     if not setup.config.run.samples_per_step:
         return []
-    comm, reporter, placement = setup.comm, setup.workload.reporter, batch.placement
+    comm, placement = setup.comm, batch.placement
     rank_rows = rank_slice(batch, comm)
     rollout_index = (placement.group - placement.group.min()) * placement.shape.group_size + placement.member
     rows = (rollout_index[rank_rows] < setup.config.run.samples_per_step).nonzero().flatten()
+    return _describe(setup, batch, advantages, rows)
+
+
+def describe_nonfinite(setup: Setup, batch: Round, advantages: Advantages) -> list[dict[str, Any]]:
+    """The rollouts of the first groups in which something is not finite, with their log-probabilities."""
+    if setup.nonfinite.problem is None:
+        return []
+    rank_rows = rank_slice(batch, setup.comm)
+    rows = rows_of_groups(setup.nonfinite.problem, batch) - rank_rows.start
+    rows = rows[(rows >= 0) & (rows < len(batch.rollouts))]
+    return _describe(setup, batch, advantages, rows, with_logp=True)
+
+
+def _describe(
+    setup: Setup, batch: Round, advantages: Advantages, rows: Tensor, *, with_logp: bool = False
+) -> list[dict[str, Any]]:
+    """Some of this rank's rollouts, together with those of the other ranks."""
+    comm, reporter, placement = setup.comm, setup.workload.reporter, batch.placement
+    start = rank_slice(batch, comm).start
     with comm.fail_together(f"describe_rollouts() of {type(reporter).__name__}"):
         descriptions = reporter.describe_rollouts(batch.rollouts.select(rows)) if len(rows) else []
     entries = [
@@ -109,8 +140,9 @@ def describe_rollouts(setup: Setup, batch: Round, advantages: Advantages) -> lis
             "reward": _number(batch.rewards.total[position]),
             "rewards": {name: _number(column[position]) for name, column in batch.rewards.terms.per_rollout.items()},
             "advantage": _numbers(advantages.values[position]),
+            **({"logp": _logp_of_row(batch, position - start)} if with_logp else {}),
         }
-        for position, description in zip((rows + rank_rows.start).tolist(), descriptions, strict=True)
+        for position, description in zip((rows + start).tolist(), descriptions, strict=True)
     ]
     return sorted(comm.gather_objects(entries), key=lambda entry: (entry["group"], entry["member"]))
 
@@ -131,6 +163,12 @@ def summarize_step(
         **metrics,
         **dict(zip(timer.seconds, seconds, strict=True)),
     }
+
+
+def _logp_of_row(batch: Round, row: int) -> list[float | str]:
+    """Of its unmasked decisions; as text where JSON has no number for it."""
+    logp = batch.rollouts.logp[row][batch.rollouts.mask[row]].tolist()
+    return [value if math.isfinite(value) else str(value) for value in logp]
 
 
 def _numbers(advantage: Tensor) -> float | list[float | None] | None:

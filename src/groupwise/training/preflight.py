@@ -19,6 +19,7 @@ from groupwise.core.shape import StepShape
 from groupwise.core.types import Rollouts, Scores, concatenate_scores
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharding import call_block, full, is_sharded, passes_in_step
+from groupwise.training.nonfinite import refuse_nonfinite_logp
 from groupwise.training.rollout import compute_rewards, gather_group_ids, generate_rollouts
 from groupwise.training.setup import Setup
 from groupwise.training.state import State, trainable_weights
@@ -47,6 +48,7 @@ def preflight(setup: Setup) -> list[Check]:
     checks = [_shape_fits(setup.shape), _parameters_agree(state, comm)]
     checks += [Check(NOTE, True, note) for note in setup.workload.reporter.preflight_notes()]
     rollouts = retry("rollout", generate_rollouts, setup, placement)
+    refuse_nonfinite_logp(rollouts, state.step, comm)
     checks.append(_as_check("members share their condition", partial(_check_group_ids, rollouts, placement, comm)))
     checks.append(retry("reward", _as_check, "rewards arrive", partial(_check_rewards, setup, rollouts)))
     checks += retry("update", _score_checks, setup, rollouts)

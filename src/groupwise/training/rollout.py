@@ -17,7 +17,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.groups import Groups, check_groups
 from groupwise.core.placement import Placement
 from groupwise.core.randomness import random_bits
-from groupwise.core.reward import Rewards
+from groupwise.core.reward import Rewards, too_many_missing
 from groupwise.core.types import Advantages, RewardTerms, Rollouts, concatenate_rollouts
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharding import gathered
@@ -66,13 +66,6 @@ def check_rollouts(rollouts: Rollouts, rows: int) -> None:
                 f"rollout() returned {count} rows of {name} where {rows} were placed: it must return one entry for"
                 " every row, in their order."
             )
-    broken = int((~logp.isfinite() & mask).any(1).sum())
-    if broken:
-        raise UserError(
-            f"{broken} of {rows} rollouts have a log-probability that is not finite. Either the policy's weights are no"
-            " longer finite (lower optimizer.learning_rate), or a decision was taken to which the policy gives"
-            " probability 0."
-        )
 
 
 def gather_group_ids(rollouts: Rollouts, placement: Placement, comm: Comm) -> Tensor:
@@ -158,7 +151,7 @@ def needs_round(rounds: Sequence[Round], config: Config, comm: Comm) -> bool:
     """Whether a step needs another round: the first, and up to `refill` more while too few groups have spread."""
     if not rounds:
         return True
-    if len(rounds) > config.refill:
+    if len(rounds) > config.refill or too_many_missing(rounds[-1].rewards, config.reward):
         return False
     return sum(groups_with_spread(batch, comm) for batch in rounds) < config.conditions_per_step
 
@@ -201,9 +194,9 @@ def _join_rewards(rounds: Sequence[Rewards], join: Callable[[Sequence[Tensor]], 
         join([rewards.total for rewards in rounds]),
         RewardTerms(
             join_terms([rewards.terms.per_rollout for rewards in rounds]),
+            {name: reason for rewards in rounds for name, reason in rewards.terms.failures.items()},
             per_decision=join_terms([rewards.terms.per_decision for rewards in rounds]),
         ),
-        sum(rewards.missing for rewards in rounds),
         join(per_decision) if per_decision else None,
     )
 

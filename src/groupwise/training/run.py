@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from groupwise.core.errors import UserError
-from groupwise.dist.comm import connect
+from groupwise.dist.comm import Comm, connect
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.trackers import Trackers
 from groupwise.training.checkpoint import (
@@ -28,6 +28,7 @@ from groupwise.training.checkpoint import (
 from groupwise.training.config import Config, memory_settings, to_dict
 from groupwise.training.evaluate import write_evaluation
 from groupwise.training.loop import StepResult, training_steps
+from groupwise.training.nonfinite import NonfiniteError
 from groupwise.training.preflight import Check, preflight, refuse_failures
 from groupwise.training.progress import ProgressDisplay
 from groupwise.training.run_folder import METRICS, RunFolder, reward_of
@@ -66,7 +67,12 @@ class RunSummary:
 
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
-    start, comm = time.perf_counter(), connect(config.run.device)
+    start, comm = time.perf_counter(), connect(config.run.device, timeout_s=config.run.rank_timeout_s)
+    with comm.heartbeat.explain_lost_rank():
+        return _train_on_ranks(config, comm, start)
+
+
+def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
     folder = RunFolder(run_dir(config))
     display = ProgressDisplay(config, silent=not comm.is_main)
     if comm.broadcast_object(comm.is_main and folder.is_of_this_job()):
@@ -204,9 +210,12 @@ class StepLog:
         if setup.comm.is_main:
             folder.append(METRICS, [{"step": step.step, **step.metrics, "memory_bytes": memory.to_dict()}])
             folder.append_samples(step.samples, max_bytes=setup.config.run.samples_mib << 20)
+            folder.append_nonfinite(step.skipped_samples, max_bytes=setup.config.run.samples_mib << 20)
         memory_metrics = {f"memory/{name}": float(value) for name, value in memory.to_dict().items()}
         self._trackers.log({**step.metrics, **memory_metrics}, step.step)
         self._display.show_step(step)
+        if step.skipped:
+            self._display.warn(f"Step {step.step + 1} is skipped: {step.skipped}")
         warning = setup.workload.reporter.step_warning(step.metrics)
         if warning and setup.config.run.on_warning == "stop":
             raise UserError(warning)
@@ -224,6 +233,8 @@ class StepLog:
         state = self._setup.state
         if self._setup.comm.is_main:
             self._folder.write_traceback(error)
+            if isinstance(error, NonfiniteError):
+                self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
         if state.step and state.updates == self._complete_updates:
             self._write_checkpoint()  # without a barrier: other ranks may not have failed
 
@@ -264,11 +275,14 @@ def handle_stop_signals(print_line: Callable[[str], None]) -> Iterator[Callable[
         print_line("Stopping: finishing this step and writing a checkpoint. Once more to exit immediately.")
 
     previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    failed = True
     try:
         yield lambda: bool(stop_requested)
+        failed = False
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        if not (failed and is_launched()):  # the launcher ends all ranks when one fails: let this one save and explain
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
 
 def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool) -> RunSummary:

@@ -28,6 +28,8 @@ from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restar
 from groupwise.workloads.checkpoint_files import newest_first
 
 METRICS, SAMPLES, OLDER_SAMPLES = "metrics.jsonl", "samples.jsonl", "samples.1.jsonl"
+NONFINITE = "nonfinite.jsonl"
+"""The rollouts of groups in which a number was not finite."""
 _LOGS = (METRICS, SAMPLES, OLDER_SAMPLES)
 _OWNER = ".owner.json"
 _WAIT_FOR_PREDECESSOR_S = 30.0
@@ -135,6 +137,12 @@ class RunFolder:
         self.append(SAMPLES, entries)
         if (self.path / SAMPLES).stat().st_size > max_bytes:
             (self.path / SAMPLES).replace(self.path / OLDER_SAMPLES)
+
+    def append_nonfinite(self, entries: Sequence[Mapping[str, Any]], *, max_bytes: int) -> None:
+        """To nonfinite.jsonl, until it is full. A step that is trained again after a resume may be in it twice."""
+        path = self.path / NONFINITE
+        if entries and not (path.exists() and path.stat().st_size > max_bytes):
+            self.append(NONFINITE, entries)
 
     def sync_logs(self) -> None:
         """Wait until the disk has the logs: after a power cut no checkpoint is ahead of them."""

@@ -19,6 +19,7 @@ from groupwise.memory.plan import MemoryModel
 from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
 from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
+from groupwise.training.nonfinite import NonfinitePolicy
 from groupwise.training.state import State, create_state
 from groupwise.workloads.base import Workload, WorkloadConfig
 
@@ -36,6 +37,7 @@ class Setup:
     state: State
     monitor: Monitor
     recovery: Recovery
+    nonfinite: NonfinitePolicy
 
 
 def ignore_warning(text: str) -> None:
@@ -116,7 +118,7 @@ def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base
         advice=lambda: monitor.reductions() or GENERAL_ADVICE,
     )
     state.row_limits = recovery.limits
-    return Setup(config, comm, workload, shape, state, monitor, recovery)
+    return Setup(config, comm, workload, shape, state, monitor, recovery, NonfinitePolicy(config.run))
 
 
 def _choose_rows(setup: Setup, checkpoint: Path | None) -> int:

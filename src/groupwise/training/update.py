@@ -33,6 +33,7 @@ from groupwise.core.types import Advantages, Rollouts, Scores, concatenate_score
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharding import call_block, exchange_gradients, full, is_sharded, passes_in_step
 from groupwise.training.config import Config
+from groupwise.training.nonfinite import NonfiniteError, NonfiniteStep
 from groupwise.training.rollout import Round, rank_slice
 from groupwise.training.setup import Setup
 from groupwise.training.state import State, learning_rate, reserve_optimizer_memory
@@ -211,7 +212,8 @@ class TrainingBatch:
 def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, float]:
     """Update the policy `updates_per_step` times; not at all where no group has spread.
 
-    What is retried after an out-of-memory error has changed no weight yet, so no update is ever undone.
+    A loss or gradient that is not finite is not applied, and ends the updates of this step. What is retried after an
+    out-of-memory error has changed no weight yet, so no update is ever undone.
     """
     retry = setup.recovery.retry_smaller
     training = retry("update", select_rows, setup, batch, advantages)
@@ -222,7 +224,15 @@ def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, floa
         first = update_index == 0
         row_weights, extra = retry("update", _row_weights, setup, training, batch, advantages, first_update=first)
         metrics = retry("update", accumulate_gradient, setup, training, row_weights) | extra
-        metrics |= _apply(setup.state, setup.config, update_index)
+        try:
+            _refuse_nonfinite_loss(metrics["loss"], setup.state.step)
+            metrics |= _apply(setup.state, setup.config, update_index)
+        except NonfiniteError as error:
+            rank_rows = retry("update", _nonfinite_rows, setup, training, row_weights)
+            rows = setup.comm.gather(torch.isin(torch.arange(len(batch.rollouts)), rank_rows)).nonzero().flatten()
+            setup.state.optimizer.zero_grad(set_to_none=True)
+            setup.nonfinite.problem = NonfiniteStep(str(error), rows)
+            return metrics | {"trained_rollouts": 0.0}
     return metrics | {"trained_rollouts": float(training.totals.rollouts)}
 
 
@@ -319,6 +329,36 @@ def _logp_of_rows(setup: Setup, training: TrainingBatch, *, first_update: bool) 
     return logp.masked_fill(~training.rollouts.mask, 0).sum(1).cpu().double()
 
 
+def _refuse_nonfinite_loss(loss: float, step: int) -> None:
+    if not math.isfinite(loss):
+        raise NonfiniteError(
+            f"The loss of step {step} is not finite ({loss}), so it was not applied. Look for a log-probability of an"
+            " impossible decision, of the policy or of its reference, and for an overflow in a ratio."
+        )
+
+
+def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) -> Tensor:
+    """This rank's rows whose own log-probability, loss or gradient is not finite: first by pass, then row by row."""
+    state, workload, config = setup.state, setup.workload, setup.config.loss
+    rows_per_pass = state.row_limits["rows_per_pass"]
+
+    def is_finite(part: Rollouts, rows: Tensor) -> bool:
+        state.optimizer.zero_grad(set_to_none=True)
+        parts = workload.score_parts(part)
+        scores, terms = backward_in_parts(parts, part, row_weights[rows], training.totals, config)
+        gradients = [weight.grad for weight in state.trainable if weight.grad is not None]
+        finite_scores = bool((scores.logp.isfinite() | ~part.mask).all())
+        return finite_scores and math.isfinite(terms["loss"]) and all(bool(g.isfinite().all()) for g in gradients)
+
+    offending: list[Tensor] = []
+    with setup.comm.fail_together(f"score() of {type(workload).__name__}"):
+        for part, rows in training.passes(workload, rows_per_pass):
+            if not is_finite(part, rows):
+                alone = [row for row in rows if not is_finite(training.rollouts.select(row[None]), row[None])]
+                offending.append(torch.stack(alone) if alone else rows)
+    return training.rows[torch.cat(offending)] if offending else training.rows[:0]
+
+
 def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
     """One optimizer step on the summed gradient."""
     updates = state.step * config.optimizer.updates_per_step + update_index
@@ -328,7 +368,7 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
     limit = config.optimizer.max_grad_norm
     norm = full(torch.nn.utils.clip_grad_norm_(state.trainable, float("inf") if limit is None else limit))
     if not norm.isfinite():
-        raise UserError(
+        raise NonfiniteError(
             f"The gradient of step {state.step} is not finite (norm {norm.item()}), so it was not applied. Look for an"
             " overflow in the policy, a log-probability of an impossible decision, or a learning rate that is too high"
             f" (optimizer.learning_rate is {config.optimizer.learning_rate})."
