@@ -7,7 +7,8 @@ different numbers of tokens. All functions do nothing for a policy that is not s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -54,6 +55,8 @@ def shard(
     _refuse_scalars(policy)
     _refuse_different_weights(policy, comm)
     mesh = _mesh(comm, ranks_per_shard or comm.ranks)
+    # Its gradient hooks are on the scores, outputs of the outermost call, which nobody changes in place.
+    warnings.filterwarnings("ignore", f"FSDP2-wrapped module .FSDP{type(policy).__name__}. returned a view")
     for model, parts in ((policy, blocks), *frozen):
         mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=_gradient_dtype(model))
         for module in (*parts, model):
@@ -152,6 +155,29 @@ def part_like(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+@contextmanager
+@torch.no_grad()
+def other_weights(model: nn.Module, others: dict[str, Tensor]) -> Iterator[None]:
+    """Within it blocks of a sharded model gather other weights, by name; whole ones in `others` are cut to their parts.
+
+    Also within a pass: a graph that was built on the model's own weights stays valid, because they are gathered again.
+    """
+    _set_reshard_after_forward(model, keep_root=False)  # or FSDP would keep the root's weights during a pass
+    reshard(model)
+    weights = {name: weight for name, weight in model.named_parameters() if name in others}
+    others |= {name: part_like(others[name], weight) for name, weight in weights.items()}
+    own = {name: weight.detach().clone() for name, weight in weights.items()}
+    try:
+        _copy_into(weights, others)
+        _unshard_root(model)
+        yield
+    finally:
+        reshard(model)
+        _copy_into(weights, own)
+        _set_reshard_after_forward(model, keep_root=True)
+    _unshard_root(model)
+
+
 def reshard(model: nn.Module) -> None:
     """Free whole weights, if any are gathered."""
     for module in _sharded_modules(model):
@@ -160,6 +186,17 @@ def reshard(model: nn.Module) -> None:
 
 def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
+
+
+def _copy_into(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(values[name])
+
+
+def _unshard_root(model: nn.Module) -> None:
+    """Weights outside of blocks, which a pass expects to be whole."""
+    if isinstance(model, FSDPModule):
+        model.unshard()
 
 
 def _is_list(module: nn.Module) -> bool:
