@@ -338,24 +338,34 @@ def _refuse_nonfinite_loss(loss: float, step: int) -> None:
 
 
 def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) -> Tensor:
-    """This rank's rows whose own log-probability, loss or gradient is not finite: first by pass, then row by row."""
-    state, workload, config = setup.state, setup.workload, setup.config.loss
-    rows_per_pass = state.row_limits["rows_per_pass"]
+    """This rank's rows whose own log-probability, loss or gradient is not finite: first by pass, then row by row.
 
-    def is_finite(part: Rollouts, rows: Tensor) -> bool:
+    When sharded by pass only, and without gradients: those are summed over the ranks.
+    """
+    state, workload, config = setup.state, setup.workload, setup.config.loss
+    sharded, rows_per_pass = is_sharded(state.policy), state.row_limits["rows_per_pass"]
+
+    def is_finite(part: Rollouts, weights: Tensor) -> bool:
         state.optimizer.zero_grad(set_to_none=True)
-        parts = workload.score_parts(part)
-        scores, terms = backward_in_parts(parts, part, row_weights[rows], training.totals, config)
-        gradients = [weight.grad for weight in state.trainable if weight.grad is not None]
-        finite_scores = bool((scores.logp.isfinite() | ~part.mask).all())
-        return finite_scores and math.isfinite(terms["loss"]) and all(bool(g.isfinite().all()) for g in gradients)
+        parts = [partial(call_block, state.policy, score) for score in workload.score_parts(part)]
+        scores, terms = backward_in_parts(parts, part, weights, training.totals, config)
+        if not (scores.logp.isfinite() | ~part.mask).all() or not math.isfinite(terms["loss"]):
+            return False
+        gradients = [weight.grad for weight in state.trainable if weight.grad is not None and not sharded]
+        return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
     offending: list[Tensor] = []
-    with setup.comm.fail_together(f"score() of {type(workload).__name__}"):
-        for part, rows in training.passes(workload, rows_per_pass):
-            if not is_finite(part, rows):
-                alone = [row for row in rows if not is_finite(training.rollouts.select(row[None]), row[None])]
-                offending.append(torch.stack(alone) if alone else rows)
+    with setup.comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy):
+        for rows in training.passes(workload, rows_per_pass, setup.comm):
+            weights = row_weights[rows] if len(rows) else _no_weights(row_weights)
+            if is_finite(training.select(rows), weights):
+                continue
+            alone = [
+                row
+                for row in rows
+                if not sharded and not is_finite(training.rollouts.select(row[None]), row_weights[row[None]])
+            ]
+            offending.append(torch.stack(alone) if alone else rows)
     return training.rows[torch.cat(offending)] if offending else training.rows[:0]
 
 
