@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from groupwise.core.advantage import compute_advantages
+from groupwise.core.balance import idle_share
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.reward import term_statistics, weigh
 from groupwise.core.types import Advantages
-from groupwise.dist.comm import Comm
 from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
 from groupwise.training.rollout import (
@@ -55,7 +56,12 @@ def train_step(setup: Setup) -> StepResult:
     rounds: list[Round] = []
     while needs_round(rounds, config, comm):  # one; with config.refill more, while too few groups have spread
         placement = place(
-            setup.shape, seed=config.seed, step=state.step, round_index=len(rounds), rounds=1 + config.refill
+            setup.shape,
+            seed=config.seed,
+            step=state.step,
+            round_index=len(rounds),
+            rounds=1 + config.refill,
+            costs=setup.workload.expected_costs,
         )
         rollouts = retry("rollout", generate_rollouts, setup, placement)
         group_ids = gather_group_ids(rollouts, placement, comm)
@@ -70,7 +76,7 @@ def train_step(setup: Setup) -> StepResult:
     timer.lap("update_s")
     metrics = workload_metrics(setup, batch, advantages) | refill_metrics | metrics
     samples = describe_rollouts(setup, batch, advantages)
-    metrics = summarize_step(batch, advantages, metrics, timer, comm) | setup.recovery.step_metrics()
+    metrics = summarize_step(batch, advantages, metrics, timer, setup) | setup.recovery.step_metrics()
     state.step += 1
     return StepResult(state.step - 1, metrics, samples, memory.over_ranks(comm))
 
@@ -116,12 +122,13 @@ def describe_rollouts(setup: Setup, batch: Round, advantages: Advantages) -> lis
 
 
 def summarize_step(
-    batch: Round, advantages: Advantages, metrics: Mapping[str, float], timer: StageTimer, comm: Comm
+    batch: Round, advantages: Advantages, metrics: Mapping[str, float], timer: StageTimer, setup: Setup
 ) -> dict[str, float]:
     """One flat record of the step; times are those of the slowest rank."""
     rewards = batch.rewards
     present = rewards.total[~rewards.total.isnan()]
-    seconds = comm.max(*timer.seconds.values())
+    work = setup.work.take()
+    times = setup.comm.gather(torch.tensor([[*work, *timer.seconds.values()]], dtype=torch.float64))
     return {
         "reward": present.mean().item() if len(present) else float("nan"),
         "reward_std": present.std(correction=0).item() if len(present) else float("nan"),
@@ -129,7 +136,8 @@ def summarize_step(
         "missing_rewards": float(rewards.missing),
         "zero_spread_share": advantages.zero_spread_groups / advantages.groups,
         **metrics,
-        **dict(zip(timer.seconds, seconds, strict=True)),
+        **({"idle_share": idle_share(times[:, : len(work)])} if setup.comm.ranks > 1 else {}),
+        **dict(zip(timer.seconds, times[:, len(work) :].max(0).values.tolist(), strict=True)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from groupwise.core.errors import UserError
@@ -20,6 +20,7 @@ from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
 from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
 from groupwise.training.state import State, create_state
+from groupwise.training.work import WorkTimer
 from groupwise.workloads.base import Workload, WorkloadConfig
 
 Warn = Callable[[str], None]
@@ -36,6 +37,7 @@ class Setup:
     state: State
     monitor: Monitor
     recovery: Recovery
+    work: WorkTimer = field(default_factory=WorkTimer)
 
 
 def ignore_warning(text: str) -> None:
