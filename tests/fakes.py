@@ -53,6 +53,9 @@ class TinyWorkload(gw.Workload):
             data={"condition": rows.condition, "choices": choices, "member": rows.member},
         )
 
+    def expected_costs(self, conditions: Tensor) -> Tensor:
+        return (1 + conditions % DECISIONS).double()
+
     def rewards(self, rollouts: gw.Rollouts) -> gw.RewardTerms:
         time.sleep(self.config.seconds_per_step)
         right = rollouts.data["choices"] == rollouts.data["condition"][:, None] % CHOICES

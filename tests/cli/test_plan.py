@@ -1,6 +1,7 @@
 """`groupwise plan`: one object, three settings, a picture, and exit code 2 for what cannot be."""
 
 import json
+import re
 
 import pytest
 
@@ -132,3 +133,53 @@ def test_an_unknown_architecture_and_a_workload_without_a_plan(tmp_path, capsys)
     assert "has model_type 'rwkv'" in json.loads(capsys.readouterr().out)["error"]
     assert main(["plan", "fakes:recipe"]) == 2
     assert "TinyConfig has no memory plan" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("recipe", ["chat", "controller", "flow"])
+def test_a_sharded_recipe_has_the_same_parts_cut(recipe, capsys):
+    arguments = ["plan", recipe, "--device-memory", "32GiB", "--ranks", "4", "--json"]
+    assert main(arguments) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert main([*arguments, "--shard", "full"]) == 0
+    cut = json.loads(capsys.readouterr().out)
+    for part in ("weights", "optimizer"):
+        assert cut["parts"]["rollout"][part] == -(-whole["parts"]["rollout"][part] // 4)
+    assert whole["sharding"] is None
+    assert cut["sharding"] == {"ranks": 4, "over": "all", "rollout": "gathered", "exchange": "pass"}
+    assert [setting["fits"] for setting in cut["settings"].values()] == [True] * 3
+    assert cut["fewest_ranks"]["ranks"] == 1
+
+
+def test_auto_shards_where_a_whole_copy_does_not_fit(config, capsys):
+    arguments = ["plan", config, "--ranks", "8", "--checkpointing", "--shard", "auto", "--json", "--device-memory"]
+    assert main([*arguments, "80GiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["sharding"] is None
+    assert main([*arguments, "16GiB"]) == 0
+    assert json.loads(capsys.readouterr().out)["sharding"]["ranks"] == 8
+
+
+def test_over_a_node(config, capsys):
+    arguments = ["plan", config, "--shard", "full", "--shard-over", "node", "--device-memory", "80GiB", "--json"]
+    assert main([*arguments, "--ranks", "16"]) == 0
+    assert json.loads(capsys.readouterr().out)["sharding"]["ranks"] == 8
+    assert main([*arguments, "--ranks", "4"]) == 0
+    assert json.loads(capsys.readouterr().out)["sharding"]["ranks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ranks", "1"], "nothing to share"),
+        (["--ranks", "12", "--shard-over", "node", "--conditions-per-step", "36"], "not divided evenly"),
+        (["--ranks", "4", "--shard-over", "node", "--ranks-per-node", "1"], "not divided evenly|at least 2"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(config, arguments, message, capsys):
+    assert main(["plan", config, "--shard", "full", "--device-memory", "80GiB", *arguments]) == 2
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))
+
+
+def test_too_few_cards_are_told_how_many_fit(config, capsys):
+    arguments = ["plan", config, "--shard", "full", "--ranks", "2", "--checkpointing", "--device-memory", "11GiB"]
+    assert main(arguments) == 2
+    assert "Or take more cards: 4 cards at" in capsys.readouterr().err.replace("\n", " ")

@@ -158,3 +158,20 @@ def test_a_wrong_placement_of_ones_own_is_refused(name, says):
 def test_an_unknown_placement_is_refused_with_the_known_ones():
     with pytest.raises(UserError, match="whole, spread, shuffled"):
         place(StepShape(2, 2, 2, placement="scattered"), seed=0, step=0)
+
+
+@given(shapes(), st.integers(0, 50), st.data())
+def test_costs_move_groups_and_change_nothing_else(shape, step, data):
+    table = torch.tensor(data.draw(st.lists(st.integers(1, 9), min_size=17, max_size=17)), dtype=torch.float64)
+    plain = place(shape, seed=3, step=step)
+    balanced = place(shape, seed=3, step=step, costs=lambda conditions: table[conditions % 17])
+
+    def rollouts(placed):
+        return set(zip(placed.group.tolist(), placed.member.tolist(), placed.condition.tolist(), strict=True))
+
+    assert rollouts(balanced) == rollouts(plain), "same groups, same keys of random numbers"
+    assert sorted(balanced.ranks_touched().tolist()) == sorted(plain.ranks_touched().tolist())
+    if shape.placement == "shuffled" or shape.ranks == 1:
+        assert torch.equal(balanced.group, plain.group)
+    if shape.placement == "whole":
+        assert balanced.ranks_touched().max() == 1

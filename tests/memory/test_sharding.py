@@ -53,7 +53,7 @@ def test_an_8b_model_by_hand():
     assert parts.update[EXCHANGE_BUFFERS] == (2 + 4) * layer
     assert parts.rollout[ROLLOUT_COPY] == 2 * (parameters + layer)
     assert parts.rollout["KV cache"] == 2 * 36 * 1024 * (4 * 512 + 32 * 2048) * 2
-    uncut = chat(QWEN_8B).predict(spec_on(8, exchange="step"))
+    uncut = chat(QWEN_8B).predict(spec_on(8, exchange="update"))
     assert uncut.update["gradients"] == parameters * 4
     by_blocks = chat(QWEN_8B).predict(spec_on(8, rollout="blocks"))
     assert by_blocks.rollout[GATHERED_BLOCKS] == 2 * (root + 3 * layer)
@@ -63,7 +63,7 @@ def test_an_8b_model_fits_eight_cards_only_sharded():
     assert not make_plan(chat(QWEN_8B), spec_on(8, shard=False), 80 * GIB).fits
     plan = make_plan(chat(QWEN_8B), spec_on(8), 80 * GIB)
     assert all(setting.fits for setting in plan.settings.values())
-    assert plan.current.spec.sharding == Sharding(8, rollout="gathered", exchange="step")
+    assert plan.current.spec.sharding == Sharding(8, rollout="gathered")
     assert plan.to_dict()["settings"]["current"]["sharding"]["rollout"] == "gathered"
 
 
@@ -99,12 +99,8 @@ def test_over_a_node_more_nodes_hold_more_copies():
 
 
 def test_the_rollout_is_gathered_where_it_fits_and_goes_block_by_block_where_not():
-    modes = {gib: evaluate_setting(chat(QWEN_8B), spec_on(8), gib * GIB).spec.sharding for gib in (80, 48, 32)}
-    assert {gib: (mode.rollout, mode.exchange) for gib, mode in modes.items()} == {
-        80: ("gathered", "step"),
-        48: ("gathered", "pass"),
-        32: ("blocks", "pass"),
-    }
+    chosen = {gib: evaluate_setting(chat(QWEN_8B), spec_on(8), gib * GIB).spec.sharding for gib in (80, 40, 32)}
+    assert {gib: sharding.rollout for gib, sharding in chosen.items()} == {80: "gathered", 40: "gathered", 32: "blocks"}
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(20, 400))
@@ -161,7 +157,7 @@ def _planned_peaks(ranks, dtype):
         "blocks": gathered("blocks"),
         "one pass": sum(predict(ranks // 2).update.values()),
         "pass": sum(cut.values()) - cut["gradients"],  # of the pass before, held when the measurement begins
-        "step": sum(predict(ranks, exchange="step").update.values()),
+        "step": sum(predict(ranks, exchange="update").update.values()),
     }
     return peaks, held
 

@@ -45,6 +45,10 @@ class PlaceArguments:
     """Seed of the run."""
     step: int = 0
     """Which step to show. Any step can be computed directly."""
+    condition_spread: float = 0.3
+    """How much conditions differ in cost, for the expected idle share: standard deviation of its logarithm."""
+    member_spread: float = 0.5
+    """How much rollouts of one condition differ in cost."""
 
 
 def run(arguments: list[str], as_json: bool) -> int:
@@ -64,11 +68,32 @@ def run(arguments: list[str], as_json: bool) -> int:
     from groupwise.core.placement import place
 
     placed = place(shape, seed=options.seed, step=options.step)
+    idle = _expected_idle(options, shape)
     if as_json:
-        print_json(to_dict(placed))
+        print_json({**to_dict(placed), "expected_idle_share": idle})
     else:
         show(placed)
+        print(_describe_idle(options, idle))
     return 0
+
+
+def _expected_idle(options: PlaceArguments, shape: StepShape) -> dict[str, float]:
+    """As placed, and with groups dealt by what is known of their cost."""
+    from groupwise.core.expected_idle import CostSpread, expected_idle_share
+
+    spread = CostSpread(options.condition_spread, options.member_spread)
+    return {
+        name: expected_idle_share(shape, spread, ordered=ordered, seed=options.seed)
+        for name, ordered in (("as_placed", False), ("ordered_by_cost", True))
+    }
+
+
+def _describe_idle(options: PlaceArguments, idle: dict[str, float]) -> str:
+    return (
+        f"Expected idle share   {idle['as_placed']:.1%} of a step; {idle['ordered_by_cost']:.1%} with groups ordered by"
+        f" expected cost\n{'':22}(simulated: log-normal costs, spread {options.condition_spread:g} between conditions"
+        f" and {options.member_spread:g} between members)"
+    )
 
 
 def to_dict(placed: Placement) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.core.units import format_bytes, parse_bytes
 from groupwise.memory.architecture import read_architecture
 from groupwise.memory.plan import MemoryModel, MemoryPlan, describe_fewest_ranks, make_plan, needs_sharding
-from groupwise.memory.sharding import Sharding
+from groupwise.memory.sharding import Sharding, ranks_per_copy
 from groupwise.memory.stages import StepSpec
 from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
 from groupwise.training.config import Config
@@ -36,12 +36,8 @@ class PlanOptions:
     """Memory of one device, such as 32GiB or 80GB. None takes this machine's GPU, or its RAM where there is none."""
     ranks: int = 1
     """Processes, usually one per GPU or NPU."""
-    shard: Literal["none", "full", "auto"] = "none"
-    """full: weights, gradients and moments are cut over the ranks. auto: only where a whole copy does not fit."""
-    shard_over: Literal["all", "node"] = "all"
-    """Whether all ranks hold one copy together, or the ranks of each node."""
     ranks_per_node: int = 8
-    """Ranks of one node, for --shard-over node."""
+    """Ranks of a node, for --shard-over node."""
     trace: bool = False
     """Trace a rollout and an update with fake tensors, too."""
     probe: bool = False
@@ -52,22 +48,6 @@ class PlanOptions:
     def __post_init__(self) -> None:
         require(self.ranks >= 1, "--ranks", self.ranks, "at least 1")
         require(self.ranks_per_node >= 2, "--ranks-per-node", self.ranks_per_node, "at least 2")
-        if self.shard == "full" and self.ranks == 1:
-            raise UserError(
-                "--shard full needs ranks to shard over, and --ranks is 1. Give the number of your cards, such as"
-                " --ranks 8, or take --shard auto, which shards only where there are several."
-            )
-        if self.shard != "none" and self.shard_over == "node" and self.ranks % min(self.ranks, self.ranks_per_node):
-            raise UserError(
-                f"--ranks {self.ranks} is no multiple of --ranks-per-node {self.ranks_per_node}, so the ranks of a"
-                " node cannot hold a copy together on each node. Take a multiple, or --shard-over all."
-            )
-
-    @property
-    def sharding(self) -> Sharding:
-        """As it is with --shard full."""
-        shared_by = self.ranks if self.shard_over == "all" else min(self.ranks, self.ranks_per_node)
-        return Sharding(shared_by, self.shard_over)
 
     @property
     def device_bytes(self) -> int:
@@ -107,15 +87,20 @@ class ModelArguments(PlanOptions):
     """Keep only the layers' inputs for the backward pass."""
     kl: bool = False
     """With a reference: a frozen copy, or the adapter disabled."""
+    shard: Literal["none", "full", "auto"] = "none"
+    """full: weights, gradients and moments are cut over the ranks. auto: only where a whole copy does not fit."""
+    shard_over: Literal["all", "node"] = "all"
+    """Ranks that hold a whole copy together: all, or those of each node (then a copy on each node)."""
+    shard_exchange: Literal["pass", "update"] = "pass"
+    """When gradients are summed over the ranks: after each pass, or once per update, which holds all of them until
+    then."""
 
 
 def run(arguments: list[str], as_json: bool) -> int:
     options = _parse(arguments)
     config = options.config if isinstance(options, RecipeArguments) else None
     model, spec = _of_recipe(options) if isinstance(options, RecipeArguments) else _of_model(options)
-    device = options.device_bytes
-    sharded = options.shard == "full" or (options.shard == "auto" and needs_sharding(model, spec, device))
-    plan = make_plan(model, replace(spec, sharding=options.sharding) if sharded else spec, device)
+    plan = make_plan(model, _shard_as_asked(options, model, spec), options.device_bytes)
     measured = _trace_and_probe(config, spec, options, as_json)
     if options.picture is not None:
         from groupwise.cli.plan_view import draw
@@ -187,6 +172,14 @@ def _of_recipe(options: RecipeArguments) -> tuple[MemoryModel, StepSpec]:
             " train` measures memory step by step; docs/memory.md shows how to give a workload of your own a plan."
         )
     return model, config.step_spec(ranks=options.ranks)
+
+
+def _shard_as_asked(options: RecipeArguments | ModelArguments, model: MemoryModel, spec: StepSpec) -> StepSpec:
+    settings = options.config if isinstance(options, RecipeArguments) else options
+    if settings.shard == "none" or (settings.shard == "auto" and not needs_sharding(model, spec, options.device_bytes)):
+        return spec
+    shared_by = ranks_per_copy(options.ranks, over=settings.shard_over, ranks_per_node=options.ranks_per_node)
+    return replace(spec, sharding=Sharding(shared_by, settings.shard_over, exchange=settings.shard_exchange))
 
 
 def _trace_and_probe(config: Config | None, spec: StepSpec, options: PlanOptions, as_json: bool) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _modes(settings: Sequence[PlannedSetting]) -> dict[str, list[str]]:
     rollout = {"gathered": "all gathered", "blocks": "block by block"}
     return {
         "weights in rollout": [rollout[sharding.rollout] for sharding in shardings],
-        "gradients exchanged": [f"once per {sharding.exchange}" for sharding in shardings],
+        "gradients exchanged": [f"after each {sharding.exchange}" for sharding in shardings],
     }
 
 

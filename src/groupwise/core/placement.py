@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from groupwise.core.balance import ConditionCosts, order_by_cost
 from groupwise.core.epochs import draw_conditions
 from groupwise.core.errors import UserError
 from groupwise.core.imports import import_function
@@ -129,9 +130,19 @@ class Placement:
         return torch.bincount(pairs // self.shape.ranks)
 
 
-def place(shape: StepShape, *, seed: int, step: int, round_index: int = 0, rounds: int = 1) -> Placement:
+def place(
+    shape: StepShape,
+    *,
+    seed: int,
+    step: int,
+    round_index: int = 0,
+    rounds: int = 1,
+    costs: ConditionCosts | None = None,
+) -> Placement:
     """The placement of any step, computed directly. A step may have several rounds, each with other conditions: the
     rounds of a step together draw no condition twice.
+
+    With `costs` groups change places, so that ranks have equally much to do. What is rolled out stays the same.
     """
     per_round = shape.conditions_per_step
     drawn = draw_conditions(seed, step, conditions=shape.conditions, per_step=rounds * per_round)
@@ -139,6 +150,12 @@ def place(shape: StepShape, *, seed: int, step: int, round_index: int = 0, round
     round_of_run = step * rounds + round_index
     positions = _positions(shape, seed, round_of_run)
     _check_is_permutation(positions, shape)
+    expected = None if costs is None else costs(conditions)
+    if expected is not None:
+        of_groups = positions.view(per_round, shape.group_size)
+        positions = torch.empty_like(of_groups)
+        positions[order_by_cost(shape, expected)] = of_groups
+        positions = positions.flatten()
     rollout = torch.empty_like(positions)
     rollout[positions] = torch.arange(shape.rollouts_per_step)
     group_of_round, member = rollout // shape.group_size, rollout % shape.group_size

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 from groupwise.core.errors import UserError
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, StepShape, even_pass_sizes, nearest_fitting
 from groupwise.core.units import format_bytes
-from groupwise.memory.sharding import ExchangeMode, RolloutMode, Sharding
-from groupwise.memory.stages import BytesByPart, StageBytes, StepSpec
+from groupwise.memory.sharding import RolloutMode, Sharding
+from groupwise.memory.stages import StageBytes, StepSpec
 
 RECOMMENDED, AGGRESSIVE = 0.60, 0.85
 """Shares of the device that the two proposals aim at."""
@@ -182,25 +182,15 @@ def check_weights_fit(model: MemoryModel, spec: StepSpec, device_bytes: int) -> 
 
 
 def evaluate_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float = 1.0) -> PlannedSetting:
-    """What a setting takes. Where it is sharded, what takes more memory and less traffic is chosen if it fits a share
-    of the device: all weights gathered for the rollout, and one exchange of gradients per step.
+    """What a setting takes. Where it is sharded, all weights are gathered for the rollout if that fits a share of the
+    device, and else block by block.
     """
-    stages = model.predict(spec).with_margin()
-    if spec.sharding is None:
-        return PlannedSetting(spec, stages, device_bytes)
-    limit = share * device_bytes
-    lean = replace(spec, sharding=replace(spec.sharding, rollout="blocks", exchange="pass"))
-    wide = replace(spec, sharding=replace(spec.sharding, rollout="gathered", exchange="step"))
-    lean_bytes, wide_bytes = model.predict(lean).with_margin(), model.predict(wide).with_margin()
-    rollout: RolloutMode = "gathered" if _takes_wide(wide_bytes.rollout, lean_bytes.rollout, limit) else "blocks"
-    exchange: ExchangeMode = "step" if _takes_wide(wide_bytes.update, lean_bytes.update, limit) else "pass"
-    chosen = replace(spec, sharding=replace(spec.sharding, rollout=rollout, exchange=exchange))
-    return PlannedSetting(chosen, model.predict(chosen).with_margin(), device_bytes)
-
-
-def _takes_wide(wide: BytesByPart, lean: BytesByPart, limit: float) -> bool:
-    needed = sum(wide.values())
-    return needed <= limit or needed <= sum(lean.values())
+    for mode in _rollout_modes(spec.sharding):
+        spec = replace(spec, sharding=spec.sharding and replace(spec.sharding, rollout=mode))
+        stages = model.predict(spec).with_margin()
+        if sum(stages.rollout.values()) <= share * device_bytes:
+            break
+    return PlannedSetting(spec, stages, device_bytes)
 
 
 def fewest_ranks(model: MemoryModel, spec: StepSpec, device_bytes: int) -> PlannedSetting | None:
@@ -298,6 +288,11 @@ def _max_rows_within(model: MemoryModel, spec: StepSpec, device_bytes: int, shar
         if setting.utilization <= share:
             return setting
     return None
+
+
+def _rollout_modes(sharding: Sharding | None) -> Sequence[RolloutMode]:
+    """In order of preference: what is gathered once needs no more traffic in a rollout, but more memory."""
+    return ("gathered",) if sharding is None else ("gathered", "blocks")
 
 
 def _sharding_to_dict(sharding: Sharding | None) -> dict[str, object] | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from groupwise.core.errors import UserError
+
 RolloutMode = Literal["gathered", "blocks"]
-ExchangeMode = Literal["step", "pass"]
+ExchangeMode = Literal["pass", "update"]
 GATHERED_BLOCKS = "gathered blocks"
 ROLLOUT_COPY = "rollout's copy of the weights"
 EXCHANGE_BUFFERS = "gradients in exchange"
@@ -25,9 +27,8 @@ class Sharding:
     over: Literal["all", "node"] = "all"
     rollout: RolloutMode = "gathered"
     """gathered: all weights at once, so that ranks decode without waiting for each other. blocks: one at a time."""
-    exchange: ExchangeMode = "step"
-    """step: gradients of all passes are summed on each rank, uncut, and exchanged once. pass: exchanged and cut after
-    each pass, which takes less memory and more traffic."""
+    exchange: ExchangeMode = "pass"
+    """As Config.shard_exchange: update sums the gradients of all passes uncut on each rank and exchanges them once."""
 
     def on_ranks(self, ranks: int) -> Sharding | None:
         """The same on another number of ranks; None where one rank would hold everything."""
@@ -109,6 +110,22 @@ class ShardUnits:
 
     def _gathered(self, blocks: int) -> int:
         return self.compute_bytes * (self.root.total + blocks * self.block.total)
+
+
+def ranks_per_copy(ranks: int, *, over: Literal["all", "node"], ranks_per_node: int) -> int:
+    """How many ranks hold a whole copy together; refuses what cannot be shared."""
+    if ranks == 1:
+        raise UserError(
+            "shard is 'full' and there is one rank, so there is nothing to share. Give the number of your cards with"
+            " --ranks, such as --ranks 8, or take --shard auto, which shards only where there are several."
+        )
+    shared_by = ranks if over == "all" else min(ranks, ranks_per_node)
+    if shared_by == 1 or ranks % shared_by:
+        raise UserError(
+            f"shard_over is 'node', and {ranks} ranks are not divided evenly by nodes of {ranks_per_node}, at least 2"
+            " of which must hold a copy together. Take a multiple, or --shard-over all."
+        )
+    return shared_by
 
 
 def per_rank(size: int, sharding: Sharding | None) -> int:

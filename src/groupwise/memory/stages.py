@@ -117,7 +117,7 @@ class WeightBytes:
 
         In a step of one backward pass, cut gradients come as activations are freed.
         """
-        sums_uncut = sharding.exchange == "step" and not update.one_backward
+        sums_uncut = sharding.exchange == "update" and not update.one_backward
         held = self.trained_params * self.trained_dtype_bytes if sums_uncut else cut
         before = 0 if update.one_backward else held
         yield {"gradients": before, **units.at_start()}

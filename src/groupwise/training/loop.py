@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from groupwise.core.advantage import compute_advantages
+from groupwise.core.balance import idle_share
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.reward import term_statistics, weigh_present
 from groupwise.core.types import Advantages
-from groupwise.dist.comm import Comm
 from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
 from groupwise.training.nonfinite import nonfinite_rollouts, rows_of_groups
@@ -62,7 +63,12 @@ def train_step(setup: Setup) -> StepResult:
     rounds: list[Round] = []
     while needs_round(rounds, config, comm):  # one; with config.refill more, while too few groups have spread
         placement = place(
-            setup.shape, seed=config.seed, step=state.step, round_index=len(rounds), rounds=1 + config.refill
+            setup.shape,
+            seed=config.seed,
+            step=state.step,
+            round_index=len(rounds),
+            rounds=1 + config.refill,
+            costs=setup.workload.expected_costs,
         )
         rollouts = retry("rollout", generate_rollouts, setup, placement)
         group_ids = gather_group_ids(rollouts, placement, comm)
@@ -80,7 +86,7 @@ def train_step(setup: Setup) -> StepResult:
     timer.lap("update_s")
     metrics = workload_metrics(setup, batch, advantages) | refill_metrics | metrics
     samples = describe_rollouts(setup, batch, advantages)
-    metrics = summarize_step(batch, advantages, metrics, timer, comm) | setup.recovery.step_metrics()
+    metrics = summarize_step(batch, advantages, metrics, timer, setup) | setup.recovery.step_metrics()
     metrics |= setup.nonfinite.step_metrics()
     state.step += 1
     skipped = setup.nonfinite.problem.reason if setup.nonfinite.problem else ""
@@ -148,12 +154,13 @@ def _describe(
 
 
 def summarize_step(
-    batch: Round, advantages: Advantages, metrics: Mapping[str, float], timer: StageTimer, comm: Comm
+    batch: Round, advantages: Advantages, metrics: Mapping[str, float], timer: StageTimer, setup: Setup
 ) -> dict[str, float]:
     """One flat record of the step; times are those of the slowest rank."""
     rewards = batch.rewards
     present = rewards.total[~rewards.total.isnan()]
-    seconds = comm.max(*timer.seconds.values())
+    work = setup.work.take()
+    times = setup.comm.gather(torch.tensor([[*work, *timer.seconds.values()]], dtype=torch.float64))
     return {
         "reward": present.mean().item() if len(present) else float("nan"),
         "reward_std": present.std(correction=0).item() if len(present) else float("nan"),
@@ -161,7 +168,8 @@ def summarize_step(
         "missing_rewards": float(rewards.missing),
         "zero_spread_share": advantages.zero_spread_groups / advantages.groups,
         **metrics,
-        **dict(zip(timer.seconds, seconds, strict=True)),
+        **({"idle_share": idle_share(times[:, : len(work)])} if setup.comm.ranks > 1 else {}),
+        **dict(zip(timer.seconds, times[:, len(work) :].max(0).values.tolist(), strict=True)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from groupwise.core.errors import UserError
@@ -21,6 +21,7 @@ from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
 from groupwise.training.nonfinite import NonfinitePolicy
 from groupwise.training.state import State, create_state
+from groupwise.training.work import WorkTimer
 from groupwise.workloads.base import Workload, WorkloadConfig
 
 Warn = Callable[[str], None]
@@ -38,6 +39,7 @@ class Setup:
     monitor: Monitor
     recovery: Recovery
     nonfinite: NonfinitePolicy
+    work: WorkTimer = field(default_factory=WorkTimer)
 
 
 def ignore_warning(text: str) -> None:

@@ -258,7 +258,8 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
     sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_fraction"), 0.0)
     highest, lowest = -math.inf, math.inf
     loss_config = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
-    with comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy):
+    working = setup.work.measure("update")
+    with comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy), working:
         passes = training.passes(workload, state.row_limits["rows_per_pass"], comm)
         for index, rows in enumerate(passes):
             part = training.select(rows)

@@ -108,6 +108,13 @@ class Workload(ABC):
 
         return torch.arange(len(rollouts)).split(rows_per_pass)
 
+    def expected_costs(self, conditions: Tensor) -> Tensor | None:
+        """How long a rollout of each condition is expected to take and to train, in any unit; None for equally long.
+
+        A function of the condition alone, so that all ranks agree. Ranks get groups that add up to about the same.
+        """
+        return None
+
     def shard_blocks(self) -> Sequence[nn.Module]:
         """Parts of the policy whose weights are gathered one at a time when training is sharded, each called as a
         module; by default the layers of its module lists. All other weights are gathered together.

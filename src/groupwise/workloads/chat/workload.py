@@ -73,6 +73,11 @@ class ChatWorkload(Workload):
             data={"condition": rows.condition, "completion": completions},
         )
 
+    def expected_costs(self, conditions: Tensor) -> Tensor:
+        """Tokens of a row, with the longest completion: how long completions will be is not known."""
+        prompts = [len(self.components.training.ids[condition]) for condition in conditions.tolist()]
+        return torch.tensor(prompts, dtype=torch.float64) + self.sampling.max_new_tokens
+
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
         return self.reward_terms(self.components.training, rollouts)
 

@@ -92,6 +92,10 @@ class ControllerWorkload(Workload):
             },
         )
 
+    def expected_costs(self, conditions: Tensor) -> Tensor:
+        """The budget: the larger it is, the more crops and blocks a row may take."""
+        return self.training.budget_ms[conditions]
+
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
         rows, choices, answers = (rollouts.data[name] for name in ("condition", "choices", "answer"))
         medians, _ = self.training.estimates(rows)
