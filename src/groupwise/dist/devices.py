@@ -1,4 +1,4 @@
-"""The device of a rank, what a type of device lacks, and modules and tensors on their way to it."""
+"""The device of a rank, what a type of device lacks, and modules on their way to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from groupwise.core.errors import UserError
 
@@ -122,13 +122,6 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
     return [same for same in names.values() if len(same) > 1]
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for what the device is doing: pinned, and not blocking."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def host_syncs(device: torch.device) -> int | None:

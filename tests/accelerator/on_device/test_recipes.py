@@ -1,15 +1,13 @@
 """Steps of the embedded recipes on the device equal those on the CPU; a run there can be resumed and evaluated."""
 
-import json
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
-from accelerator.steps import small_recipe, train_steps
 from safetensors.torch import load_file
 
-from groupwise.cli.main import main
+from accelerator.steps import small_recipe, train_steps
 from groupwise.training.run import train
 
 TIMES = ("_s", "_ms")
