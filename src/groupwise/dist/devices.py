@@ -104,7 +104,7 @@ def move_module(module: ModuleT, device: torch.device | str) -> ModuleT:
     For devices that plugins add to torch, `Module.to` makes a new parameter for each place where a tied one is used:
     they would be trained apart.
     """
-    ties = _names_by_tensor(module)
+    ties, count = _names_by_tensor(module), sum(1 for _ in module.parameters())
     module.to(device)
     for first, *others in ties:
         owner, _, name = first.rpartition(".")
@@ -112,6 +112,7 @@ def move_module(module: ModuleT, device: torch.device | str) -> ModuleT:
         for other in others:
             owner, _, name = other.rpartition(".")
             setattr(module.get_submodule(owner), name, kept)
+    assert sum(1 for _ in module.parameters()) == count, "as many parameters after the move as before"
     return module
 
 

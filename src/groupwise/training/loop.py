@@ -14,6 +14,7 @@ from groupwise.core.placement import place
 from groupwise.core.reward import term_statistics, weigh
 from groupwise.core.types import Advantages
 from groupwise.dist.comm import Comm
+from groupwise.dist.devices import host_syncs
 from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
 from groupwise.training.rollout import (
@@ -50,7 +51,7 @@ def training_steps(setup: Setup) -> Iterator[StepResult]:
 def train_step(setup: Setup) -> StepResult:
     """One step of GRPO. `retry` repeats a stage with smaller batches after an out-of-memory error: same result."""
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
-    timer, memory = StageTimer(), PeakMemory(comm.device)
+    timer, memory, syncs = StageTimer(), PeakMemory(comm.device), host_syncs(comm.device)
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []
     while needs_round(rounds, config, comm):  # one; with config.refill more, while too few groups have spread
@@ -71,6 +72,8 @@ def train_step(setup: Setup) -> StepResult:
     metrics = workload_metrics(setup, batch, advantages) | refill_metrics | metrics
     samples = describe_rollouts(setup, batch, advantages)
     metrics = summarize_step(batch, advantages, metrics, timer, comm) | setup.recovery.step_metrics()
+    if syncs is not None:
+        metrics["host_syncs"] = float((host_syncs(comm.device) or 0) - syncs)
     state.step += 1
     return StepResult(state.step - 1, metrics, samples, memory.over_ranks(comm))
 
