@@ -17,7 +17,6 @@
 
 #include <atomic>
 #include <map>
-#include <mutex>
 #include <set>
 
 namespace {
@@ -30,14 +29,14 @@ struct Counters {
   std::atomic<int64_t> host_syncs{0}, kernels{0}, bytes_to_device{0}, bytes_to_host{0};
 } counters;
 
-// Names of the operations that synchronized, for tests that look for the cause.
-std::map<std::string, int64_t> syncs_by_name;
-std::mutex syncs_lock;
+// Called with its name at each synchronization, to look for the cause.
+py::object* on_sync = nullptr;
 
 void count_sync(const std::string& name) {
   counters.host_syncs++;
-  std::lock_guard<std::mutex> guard(syncs_lock);
-  syncs_by_name[name]++;
+  if (on_sync == nullptr) return;
+  py::gil_scoped_acquire acquire;
+  (*on_sync)(name);
 }
 
 c10::Device the_device() { return c10::Device(kDevice, 0); }
@@ -476,11 +475,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         {"host_syncs", counters.host_syncs},       {"kernels", counters.kernels},
         {"bytes_to_device", counters.bytes_to_device}, {"bytes_to_host", counters.bytes_to_host}};
   });
-  m.def("syncs_by_name", [] { return syncs_by_name; });
+  m.def("on_sync", [](py::object callback) { on_sync = callback.is_none() ? nullptr : new py::object(callback); });
   m.def("reset_counters", [] {
     counters.peak_bytes = counters.live_bytes.load();
     counters.host_syncs = counters.kernels = counters.bytes_to_device = counters.bytes_to_host = 0;
-    syncs_by_name.clear();
   });
   m.def("set_memory_limit", [](int64_t bytes) { counters.limit_bytes = bytes; });
 }

@@ -51,7 +51,7 @@ def build() -> Any:
 
 @cache
 def register() -> Any:
-    """Register the device; the module has counters(), syncs_by_name(), reset_counters() and set_memory_limit()."""
+    """Register the device; the module has counters(), reset_counters(), set_memory_limit(), on_sync()."""
     device = build()
     device.register_hooks()
     torch.utils.rename_privateuse1_backend(NAME)
@@ -68,7 +68,7 @@ def _device_module(device: Any) -> types.ModuleType:
     module.set_device = lambda index: None
     module.synchronize = lambda device=None: torch.accelerator.synchronize()
     module._is_in_bad_fork = lambda: False
-    module.manual_seed = module.manual_seed_all = lambda seed: torch.default_generator.manual_seed(seed)
+    module.manual_seed = module.manual_seed_all = torch.default_generator.manual_seed
     module.get_rng_state = lambda device=None: torch.get_rng_state()
     module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]

@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerator import emulated
 from processes import ENVIRONMENT
+
+from accelerator import emulated
 
 ON_DEVICE = Path(__file__).with_name("on_device")
 MISSING = emulated.missing_tools()

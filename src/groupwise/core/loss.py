@@ -28,9 +28,11 @@ def denominators(mask: Mask, kind: str, *, decisions: int, rollouts: int, consta
     rollouts   the row's own decisions x rollouts          Shao et al., GRPO, arXiv 2402.03300
     constant   a constant                                  Liu et al., Dr. GRPO, arXiv 2503.20783
     """
+    dtype = torch.float64 if mask.device.type == "cpu" else torch.float32  # not all devices have float64
     if kind == "rollouts":
-        return mask.sum(1).clamp(min=1).double() * rollouts
-    return torch.full((len(mask),), float(decisions if kind == "decisions" else constant), dtype=torch.float64)
+        return (mask.sum(1).clamp(min=1) * rollouts).to(dtype)
+    total = float(decisions if kind == "decisions" else constant)
+    return torch.full((len(mask),), total, dtype=dtype, device=mask.device)
 
 
 def clipped_surrogate(

@@ -26,6 +26,8 @@ import torch
 from jaxtyping import Bool, Float, Int64
 from torch import Tensor
 
+from groupwise.core.transfer import send
+
 
 @dataclass(frozen=True)
 class Rollouts:
@@ -47,11 +49,12 @@ class Rollouts:
 
     def select(self, rows: Int64[Tensor, " some"]) -> Rollouts:
         """These rows, in this order."""
+        tensors = [self.group_ids, self.logp, self.mask, *self.data.values()]
+        devices = {column.device for column in tensors if isinstance(column, Tensor)}
+        rows_on = {device: send(rows, device) for device in devices}  # sent once for all columns
         return Rollouts(
-            self.group_ids[rows],
-            self.logp[rows],
-            self.mask[rows],
-            {name: _select(column, rows) for name, column in self.data.items()},
+            *(column[rows_on[column.device]] for column in (self.group_ids, self.logp, self.mask)),
+            {name: _select(column, rows, rows_on) for name, column in self.data.items()},
         )
 
 
@@ -103,9 +106,9 @@ class Advantages:
     """The same for each decision, where decisions have rewards of their own."""
 
 
-def _select(column: Any, rows: Tensor) -> Any:
+def _select(column: Any, rows: Tensor, rows_on: Mapping[torch.device, Tensor]) -> Any:
     if isinstance(column, Tensor):
-        return column[rows.to(column.device)]
+        return column[rows_on[column.device]]
     assert isinstance(column, Sequence), f"a column of rollouts is a tensor or a sequence, not {type(column).__name__}"
     return [column[row] for row in rows.tolist()]
 

@@ -1,4 +1,4 @@
-"""The device of a rank, what a type of device lacks, and modules and tensors on their way to it."""
+"""The device of a rank, what a type of device lacks, and modules on their way to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from groupwise.core.errors import UserError
 
@@ -104,7 +104,7 @@ def move_module(module: ModuleT, device: torch.device | str) -> ModuleT:
     For devices that plugins add to torch, `Module.to` makes a new parameter for each place where a tied one is used:
     they would be trained apart.
     """
-    ties = _names_by_tensor(module)
+    ties, count = _names_by_tensor(module), sum(1 for _ in module.parameters())
     module.to(device)
     for first, *others in ties:
         owner, _, name = first.rpartition(".")
@@ -112,6 +112,7 @@ def move_module(module: ModuleT, device: torch.device | str) -> ModuleT:
         for other in others:
             owner, _, name = other.rpartition(".")
             setattr(module.get_submodule(owner), name, kept)
+    assert sum(1 for _ in module.parameters()) == count, "as many parameters after the move as before"
     return module
 
 
@@ -122,13 +123,6 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
     return [same for same in names.values() if len(same) > 1]
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A CPU tensor on the device, without waiting for what the device is doing: pinned, and not blocking."""
-    if device.type == "cpu" or tensor.device.type != "cpu":
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def host_syncs(device: torch.device) -> int | None:

@@ -16,6 +16,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.reward import term_statistics, weigh_present
 from groupwise.core.types import Advantages
+from groupwise.dist.devices import host_syncs
 from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
 from groupwise.training.nonfinite import nonfinite_rollouts, rows_of_groups
@@ -57,7 +58,7 @@ def training_steps(setup: Setup) -> Iterator[StepResult]:
 def train_step(setup: Setup) -> StepResult:
     """One step of GRPO. `retry` repeats a stage with smaller batches after an out-of-memory error: same result."""
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
-    timer, memory = StageTimer(), PeakMemory(comm.device)
+    timer, memory, syncs = StageTimer(), PeakMemory(comm.device), host_syncs(comm.device)
     comm.heartbeat.begin(f"step {state.step}")
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []
@@ -88,6 +89,8 @@ def train_step(setup: Setup) -> StepResult:
     samples = describe_rollouts(setup, batch, advantages)
     metrics = summarize_step(batch, advantages, metrics, timer, setup) | setup.recovery.step_metrics()
     metrics |= setup.nonfinite.step_metrics()
+    if syncs is not None:
+        metrics["host_syncs"] = float((host_syncs(comm.device) or 0) - syncs)
     state.step += 1
     skipped = setup.nonfinite.problem.reason if setup.nonfinite.problem else ""
     return StepResult(state.step - 1, metrics, samples, memory.over_ranks(comm), skipped, skipped_samples)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.groups import group_id
@@ -45,7 +46,7 @@ def preflight(setup: Setup) -> list[Check]:
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
     buffers = {name: buffer.clone() for name, buffer in state.policy.named_buffers()}
     placement = place(setup.shape, seed=config.seed, step=state.step, rounds=1 + config.refill)
-    checks = [_shape_fits(setup.shape), _parameters_agree(state, comm)]
+    checks = [_shape_fits(setup.shape), _parameters_agree(state, comm), *_tied_weights_are_one(state.policy)]
     checks += [Check(NOTE, True, note) for note in setup.workload.reporter.preflight_notes()]
     rollouts = retry("rollout", generate_rollouts, setup, placement)
     refuse_nonfinite_logp(rollouts, state.step, comm)
@@ -121,6 +122,25 @@ def _parameters_agree(state: State, comm: Comm) -> Check:
         return Check("parameters are equal on all ranks", False, detail)
     count = sum(weight.numel() for weight in trainable_weights(state.policy).values())
     return Check("parameters are equal on all ranks", True, f"{count:,} trainable numbers, {comm.ranks} ranks")
+
+
+def _tied_weights_are_one(policy: nn.Module) -> list[Check]:
+    """For each language model that ties its head to its embedding: moving it to some devices makes two of them."""
+    checks = []
+    for module in policy.modules():
+        config, get_head = getattr(module, "config", None), getattr(module, "get_output_embeddings", None)
+        head = get_head() if getattr(config, "tie_word_embeddings", False) and get_head is not None else None
+        if head is None:
+            continue
+        tied = head.weight is cast(Any, module).get_input_embeddings().weight
+        detail = (
+            f"head and embedding of {type(module).__name__} are one weight of {head.weight.numel():,} numbers"
+            if tied
+            else f"{type(module).__name__} ties its head to its embedding, and they are two weights now. Move it to its"
+            " device with groupwise.dist.devices.move_module, or call tie_weights() after moving it."
+        )
+        checks.append(Check("tied weights are one", tied, detail))
+    return checks
 
 
 def _two_sums(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,6 +57,8 @@ def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignor
     _shard_if_asked(config, comm, workload)
     state = create_state(workload.policy, config.optimizer)
     setup = _assemble(config, comm, workload, state, base_bytes, warn)
+    for text in workload.reporter.start_warnings():
+        warn(text)
     place(setup.shape, seed=config.seed, step=0)  # a user's own placement is refused before anything is written
     if config.rows_per_pass == "auto":
         config = replace(config, rows_per_pass=_choose_rows(setup, checkpoint))

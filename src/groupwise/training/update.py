@@ -5,9 +5,9 @@ Every denominator is counted over the whole step, so the number of passes and ra
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -29,6 +29,7 @@ from groupwise.core.loss import (
     per_decision,
     policy_gradient,
 )
+from groupwise.core.transfer import send
 from groupwise.core.types import Advantages, Rollouts, Scores, concatenate_scores
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharding import call_block, exchange_gradients, full, is_sharded, passes_in_step
@@ -50,7 +51,7 @@ class StepTotals:
     def denominators(self, mask: Tensor, loss: LossConfig) -> Tensor:
         constant = loss.constant or 1.0
         counts = {"decisions": self.decisions, "rollouts": self.rollouts}
-        return denominators(mask.cpu(), loss.denominator, **counts, constant=constant).to(mask.device)
+        return denominators(mask, loss.denominator, **counts, constant=constant)
 
 
 def loss_of_pass(
@@ -83,16 +84,17 @@ def backward_in_parts(
     row_weights: Tensor,
     totals: StepTotals,
     config: LossConfig,
-) -> tuple[Scores, dict[str, float]]:
+) -> tuple[Scores, dict[str, Tensor]]:
     """Add the gradient of a pass, part after part of its decisions: the graph of one part is held at a time.
 
     The loss is a sum over decisions. A ratio per rollout needs the log-probs of all its decisions first: they are
-    computed once without a graph, and each part gets the gradient with respect to its own.
+    computed once without a graph, and each part gets the gradient with respect to its own. Returned with the scores
+    are the named terms of the loss, one number a part, still on the device.
     """
     denominator = totals.denominators(rollouts.mask, config)
     if len(parts) > 1 and config.ratio == "rollout":
         return _backward_of_values(parts, rollouts, row_weights, denominator, config)
-    detached, terms, done = [], Counter[str](), 0
+    detached, terms, done = [], list[dict[str, Tensor]](), 0
     for score in parts:
         scores = score()
         part = slice(done, done + scores.logp.shape[1])
@@ -101,8 +103,8 @@ def backward_in_parts(
         loss, named = _loss(scores, rollouts.decisions(part), weights, denominator, config)
         loss.backward()
         detached.append(_detached(scores))
-        terms.update({name: value.item() for name, value in named.items()})
-    return concatenate_scores(detached), dict(terms)
+        terms.append({name: value.detach() for name, value in named.items()})
+    return concatenate_scores(detached), {name: torch.stack([part[name] for part in terms]) for name in terms[0]}
 
 
 def _backward_of_values(
@@ -111,7 +113,7 @@ def _backward_of_values(
     row_weights: Tensor,
     denominator: Tensor,
     config: LossConfig,
-) -> tuple[Scores, dict[str, float]]:
+) -> tuple[Scores, dict[str, Tensor]]:
     with torch.no_grad():
         scores = concatenate_scores([score() for score in parts])
     leaves = {name: column.requires_grad_() for name, column in scores.by_name().items()}
@@ -125,7 +127,7 @@ def _backward_of_values(
         used = [name for name, column in columns.items() if column.requires_grad and leaves[name].grad is not None]
         gradients = [cast(Tensor, leaves[name].grad)[:, part] for name in used]
         torch.autograd.backward([columns[name] for name in used], gradients)
-    return _detached(scores), {name: value.item() for name, value in terms.items()}
+    return _detached(scores), {name: value.detach()[None] for name, value in terms.items()}
 
 
 def _detached(scores: Scores) -> Scores:
@@ -133,15 +135,20 @@ def _detached(scores: Scores) -> Scores:
 
 
 @torch.no_grad()
-def ratio_statistics(
-    scores: Scores, rollouts: Rollouts, row_weights: Tensor, config: LossConfig
-) -> tuple[Tensor, Tensor]:
-    """The ratio of every decision, and whether it is clipped."""
+def ratio_statistics(scores: Scores, rollouts: Rollouts, row_weights: Tensor, config: LossConfig) -> dict[str, Tensor]:
+    """Over the decisions: the sum of their ratios, how many are clipped, the highest ratio and the lowest."""
     per_rollout = config.ratio == "rollout"
     ratio = importance_ratio(scores.logp, rollouts.logp, rollouts.mask, per_rollout=per_rollout)
     gains = per_decision(row_weights.to(ratio))
     clipped = ((ratio > 1 + config.clip_high) & (gains > 0)) | ((ratio < 1 - config.clip_low) & (gains < 0))
-    return ratio[rollouts.mask], clipped[rollouts.mask]
+    mask = rollouts.mask
+    statistics = {
+        "ratio_mean": ratio.masked_fill(~mask, 0).sum(),
+        "clip_fraction": (clipped & mask).sum(),
+        "ratio_max": ratio.masked_fill(~mask, -math.inf).max(),
+        "ratio_min": ratio.masked_fill(~mask, math.inf).min(),
+    }
+    return {name: value.to(ratio.dtype)[None] for name, value in statistics.items()}
 
 
 def _kl(scores: Scores, mask: Tensor, denominator: Tensor, config: LossConfig) -> Tensor:
@@ -242,12 +249,13 @@ def select_rows(setup: Setup, batch: Round, advantages: Advantages) -> TrainingB
     if advantages.trained_mask is not None:
         trained_mask = advantages.trained_mask[rank_rows].to(rollouts.mask.device)
         rollouts = replace(rollouts, mask=rollouts.mask & trained_mask)
-    rows = (advantages.trained[rank_rows] & rollouts.mask.any(1).cpu()).nonzero().flatten()
+    mask = rollouts.mask.cpu()
+    rows = (advantages.trained[rank_rows] & mask.any(1)).nonzero().flatten()
     with comm.fail_together("Selecting the rows to train"):
         selected = rollouts.select(rows)
         idle = rollouts.select(torch.arange(1))
         idle = replace(idle, mask=torch.zeros_like(idle.mask))
-    decisions, count = comm.sum(float(selected.mask.sum()), float(len(selected)))
+    decisions, count = comm.sum(float(mask[rows].sum()), float(len(selected)))
     return TrainingBatch(selected, rows, StepTotals(int(decisions), int(count)), idle)
 
 
@@ -263,18 +271,18 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
         passes = training.passes(workload, state.row_limits["rows_per_pass"], comm)
         for index, rows in enumerate(passes):
             part = training.select(rows)
+            weights = _on_device_of(part, _weights_of(row_weights, rows))
             exchange_gradients(state.policy, config.shard_exchange == "pass" or index == len(passes) - 1)
             parts = [partial(call_block, state.policy, score) for score in workload.score_parts(part)]
+            scores, terms = backward_in_parts(parts, part, weights, training.totals, loss_config)
             if not len(rows):
-                backward_in_parts(parts, part, _no_weights(row_weights), training.totals, loss_config)
                 continue
-            scores, terms = backward_in_parts(parts, part, row_weights[rows], training.totals, loss_config)
-            ratio, clipped = ratio_statistics(scores, part, row_weights[rows], config.loss)
-            terms["ratio_mean"] = ratio.sum().item() / training.totals.decisions
-            terms["clip_fraction"] = clipped.sum().item() / training.totals.decisions
-            for name, value in terms.items():
-                sums[name] += value
-            highest, lowest = max(highest, ratio.max().item()), min(lowest, ratio.min().item())
+            values = _read_together(terms | ratio_statistics(scores, part, weights, config.loss))
+            for name, numbers in values.items():
+                if name in sums:
+                    share = training.totals.decisions if name in ("ratio_mean", "clip_fraction") else 1
+                    sums[name] += sum(numbers) / share
+            highest, lowest = max(highest, *values["ratio_max"]), min(lowest, *values["ratio_min"])
     comm.sum_gradients(state.trainable)
     with comm.fail_together("Reserving memory for the optimizer"):
         reserve_optimizer_memory(state)
@@ -283,9 +291,23 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
     return _drop_inactive_metrics(metrics, config) | {"ratio_max": highest, "ratio_min": -negative_lowest}
 
 
-def _no_weights(row_weights: Tensor) -> Tensor:
-    """For the row of an idle pass."""
-    return row_weights.new_zeros(1, *row_weights.shape[1:])
+def _weights_of(row_weights: Tensor, rows: Tensor) -> Tensor:
+    """Of the rows of a pass; zero for the row of an idle one."""
+    return row_weights[rows] if len(rows) else row_weights.new_zeros(1, *row_weights.shape[1:])
+
+
+def _on_device_of(part: Rollouts, row_weights: Tensor) -> Tensor:
+    """Row weights where the rows are; off the CPU in their dtype, as not all devices have float64."""
+    device = part.logp.device
+    return row_weights if device.type == "cpu" else send(row_weights.to(part.logp.dtype), device)
+
+
+def _read_together(columns: Mapping[str, Tensor]) -> dict[str, list[float]]:
+    """Named vectors of numbers in one copy to the host: each copy waits for the device."""
+    lengths = [len(column) for column in columns.values()]
+    numbers = torch.cat([column.to(next(iter(columns.values()))) for column in columns.values()]).tolist()
+    ends = itertools.accumulate(lengths)
+    return {name: numbers[end - length : end] for name, length, end in zip(columns, lengths, ends, strict=True)}
 
 
 def _drop_inactive_metrics(metrics: dict[str, float], config: Config) -> dict[str, float]:
@@ -349,8 +371,8 @@ def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) 
     def is_finite(part: Rollouts, weights: Tensor) -> bool:
         state.optimizer.zero_grad(set_to_none=True)
         parts = [partial(call_block, state.policy, score) for score in workload.score_parts(part)]
-        scores, terms = backward_in_parts(parts, part, weights, training.totals, config)
-        if not (scores.logp.isfinite() | ~part.mask).all() or not math.isfinite(terms["loss"]):
+        scores, terms = backward_in_parts(parts, part, _on_device_of(part, weights), training.totals, config)
+        if not (scores.logp.isfinite() | ~part.mask).all() or not terms["loss"].isfinite().all():
             return False
         gradients = [weight.grad for weight in state.trainable if weight.grad is not None and not sharded]
         return all(bool(gradient.isfinite().all()) for gradient in gradients)
@@ -358,8 +380,7 @@ def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) 
     offending: list[Tensor] = []
     with setup.comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy):
         for rows in training.passes(workload, rows_per_pass, setup.comm):
-            weights = row_weights[rows] if len(rows) else _no_weights(row_weights)
-            if is_finite(training.select(rows), weights):
+            if is_finite(training.select(rows), _weights_of(row_weights, rows)):
                 continue
             alone = [
                 row
@@ -377,10 +398,10 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
     for group in state.optimizer.param_groups:
         group["lr"] = rate
     limit = config.optimizer.max_grad_norm
-    norm = full(torch.nn.utils.clip_grad_norm_(state.trainable, float("inf") if limit is None else limit))
-    if not norm.isfinite():
+    norm = full(torch.nn.utils.clip_grad_norm_(state.trainable, float("inf") if limit is None else limit)).item()
+    if not math.isfinite(norm):
         raise NonfiniteError(
-            f"The gradient of step {state.step} is not finite (norm {norm.item()}), so it was not applied. Look for an"
+            f"The gradient of step {state.step} is not finite (norm {norm}), so it was not applied. Look for an"
             " overflow in the policy, a log-probability of an impossible decision, or a learning rate that is too high"
             f" (optimizer.learning_rate is {config.optimizer.learning_rate})."
         )
@@ -393,7 +414,7 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
         )
     if state.ema:
         state.ema.update(state.policy)
-    return {"grad_norm": norm.item(), "learning_rate": rate}
+    return {"grad_norm": norm, "learning_rate": rate}
 
 
 def _all_finite(weights: list[torch.nn.Parameter]) -> bool:

@@ -50,6 +50,10 @@ class Reporter:
         """What a person should know before training starts; shown with the preflight checks."""
         return ()
 
+    def start_warnings(self) -> Sequence[str]:
+        """What a person should change or accept before training starts; shown as warnings."""
+        return ()
+
     def final_report(self) -> EvaluationReport | None:
         """The evaluation that `groupwise eval` shows; may take minutes. One rank only."""
         return None

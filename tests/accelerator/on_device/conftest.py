@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+
 from accelerator import emulated
 
 NAME = os.environ["GROUPWISE_TEST_DEVICE"]

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from accelerator import emulated
 from torch import nn
 
+from accelerator import emulated
 from groupwise.core.errors import UserError
 from groupwise.core.randomness import normal
-from groupwise.dist.devices import choose_device, default_device, host_syncs, move_module, require_dtype, send
+from groupwise.core.transfer import send
+from groupwise.dist.devices import choose_device, default_device, host_syncs, move_module, require_dtype
 
 
 def test_torch_reports_it_and_groupwise_takes_it(device):

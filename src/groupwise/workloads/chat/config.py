@@ -27,6 +27,8 @@ PREFILL_TOKENS = 8192
 """Prompt tokens that are prefilled in one forward pass."""
 SAMPLING_LOGITS = 1 << 24
 """Logits that are held at a time while tokens are sampled."""
+STOP_CHECK_STEPS = 8
+"""Tokens that rows generate between two looks at which of them have ended, where each look waits for the device."""
 LOGITS_PER_CHUNK, MIN_CHUNK_TOKENS = 1 << 21, 64
 """Logits that are held at a time while tokens are scored, for at least so many tokens: smaller products are slow."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,8 @@ from groupwise.core.types import Rollouts
 from groupwise.data.rows import format_counts
 from groupwise.workloads.base import EvaluationReport, Reporter, ReportTable
 from groupwise.workloads.chat.config import ChatConfig, SamplingParams
+from groupwise.workloads.chat.engine.packing import packed_kernel
+from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
 from groupwise.workloads.chat.engine.sampler import Completion
 from groupwise.workloads.chat.evaluate import GradedSamples, sample_and_grade
 
@@ -61,7 +64,7 @@ class ChatReporter(Reporter):
 
     def preflight_notes(self) -> Sequence[str]:
         components, data = self._workload.components, self._workload.config.data
-        sampling, plain_reason = components.sampling, components.policy.plain_reason
+        sampling = components.sampling
         stop_tokens = components.tokenizer.convert_ids_to_tokens(list(sampling.stop_token_ids))
         stops = ", ".join(map(repr, stop_tokens))
         notes = [f"a completion ends with {stops}, or after {sampling.max_new_tokens} tokens"]
@@ -74,12 +77,37 @@ class ChatReporter(Reporter):
         for name, prompts in (("training", components.training), ("held-out", components.held_out)):
             if prompts is not None and prompts.skipped:
                 notes.append(f"{name} rows skipped: {format_counts(prompts.skipped)}; {len(prompts)} are left")
-        if plain_reason:
-            notes.append(f"prompts are not shared within their group: {plain_reason}")
+        notes.append(_how_attention_runs(components.policy))
         return notes
+
+    def start_warnings(self) -> Sequence[str]:
+        policy = self._workload.components.policy
+        if policy.plain_reason is None or policy.config.forward == "plain":
+            return ()
+        prompts = self._workload.components.training
+        mean_prompt = statistics.fmean(map(len, prompts.ids))
+        return [
+            f"Prompts are not shared within their group, because {policy.plain_reason}: each row computes its whole"
+            f" prompt, {mean_prompt:.0f} tokens on average, in the rollout and again in the update. With groups of G"
+            " rows that is G times the prompt tokens. Take a model with plain attention layers, or set"
+            " --workload.policy.forward plain to accept it."
+        ]
 
     def final_report(self) -> EvaluationReport | None:
         return evaluation_report(self._workload)
+
+
+def _how_attention_runs(policy: LanguageModelPolicy) -> str:
+    """Which kernel, and why not a faster one."""
+    if policy.plain_reason is not None:
+        return f"prompts are not shared within their group: {policy.plain_reason}"
+    kernel = packed_kernel(policy.device)
+    names = {
+        "flash": "torch's kernel for the CPU",
+        "flex": "compiled flex attention",
+        "products": "matrix products in float32",
+    }
+    return f"prompts are shared; attention by {names[kernel.name]}" + (f" ({kernel.reason})" if kernel.reason else "")
 
 
 def completion_metrics(completions: Sequence[Completion], advantages: Tensor) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
+from groupwise.core.transfer import send
 from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts, concatenate_scores
 from groupwise.workloads.base import Workload
 from groupwise.workloads.flow.config import FlowConfig
@@ -67,7 +68,8 @@ class FlowWorkload(Workload):
         first, index = first_row_of_each(rows.group)
         keys = (rows.group[first], rows.member[first], rows.condition[first])
         once = RolloutRows(rows.seed, rows.step, rows.rows_per_pass, *keys)
-        return torch.cat([self._window_start(denoiser, part) for part in once.passes()])[index]
+        starts = torch.cat([self._window_start(denoiser, part) for part in once.passes()])
+        return starts[send(index, starts.device)]
 
     def _window_start(self, denoiser: Denoiser, rows: RolloutRows) -> Tensor:
         velocity = self.velocity(self.conditioning, rows.condition)

@@ -5,7 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from groupwise.workloads.chat.config import SamplingParams
-from groupwise.workloads.chat.engine.sampler import count_candidates, mask_to_candidates, sample_tokens
+from groupwise.workloads.chat.engine.sampler import candidate_threshold, mask_to_candidates, sample_tokens
 
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1], dtype=torch.float64).log()
 
@@ -47,8 +47,8 @@ def test_a_token_that_is_no_candidate_is_never_sampled():
 
 def test_ties_with_the_last_candidate_stay_and_a_sampled_token_always_does():
     tied = torch.tensor([[2.0, 1.0, 1.0, 0.0]])
-    assert count_candidates(tied, SamplingParams(top_k=2)).tolist() == [3]
-    masked = mask_to_candidates(tied, torch.tensor([1]), torch.tensor([3]))
+    assert (tied >= candidate_threshold(tied, SamplingParams(top_k=2))).sum() == 3
+    masked = mask_to_candidates(tied, torch.tensor([1]), torch.tensor([3]), most=1)
     assert masked.tolist() == [[2.0, -torch.inf, -torch.inf, 0.0]]
 
 

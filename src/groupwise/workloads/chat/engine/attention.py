@@ -4,6 +4,7 @@ function that transformers' layers call, which leaves the choice of keys to an `
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,8 @@ KVByLayer = dict[int, tuple[Tensor, Tensor]]
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_SCORES_PER_CHUNK = 1 << 24
+"""Attention scores that matrix products hold at a time: 64 MiB in float32, a few times over."""
 
 
 def attend(
@@ -56,19 +59,99 @@ def attend_backward(
 def attention_eager(
     query: Queries, key: Keys, value: Keys, *, scale: float, causal: bool = False, bias: Tensor | None = None
 ) -> tuple[Queries, LogSumExp]:
-    """`attend` by matrix products, on any device, in float32 at least."""
-    heads_per_key = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(heads_per_key, 1), value.repeat_interleave(heads_per_key, 1)
-    exact = torch.promote_types(query.dtype, torch.float32)
+    """`attend` by matrix products, on any device, in float32 at least. `bias` is the same for all heads and queries."""
+    exact, folded = _exact(query), _fold(query, key)
+    out, lse = folded.new_empty(folded.shape), folded.new_empty(folded.shape[:-1], dtype=exact)
     with torch.autocast(query.device.type, enabled=False):  # autocast would round the products
-        scores = (query.to(exact) * scale) @ key.to(exact).mT
-        if bias is not None:
-            scores = scores + bias
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
-        lse = scores.logsumexp(-1)
-        return ((scores - lse[..., None]).exp() @ value.to(exact)).to(value.dtype), lse
+        for rows, queries, keys in _chunks(folded, key, causal=causal):
+            part = folded[rows, :, :, queries]
+            scores = _scores(part, key[rows, :, keys], scale, queries if causal else None, _rows(bias, rows))
+            part_lse = scores.logsumexp(-1)
+            weights = scores.sub_(part_lse[..., None]).exp_()
+            out[rows, :, :, queries] = _weighted(weights, value[rows, :, keys].to(exact)).to(out.dtype)
+            lse[rows, :, :, queries] = part_lse
+    return out.view(query.shape), lse.view(query.shape[:-1])
+
+
+def attention_eager_backward(  # noqa: PLR0913
+    grad: Queries,
+    query: Queries,
+    key: Keys,
+    value: Keys,
+    merged: tuple[Queries, LogSumExp],
+    *,
+    scale: float,
+    causal: bool,
+    bias: Tensor | None = None,
+) -> tuple[Queries, Keys, Keys]:
+    """`attend_backward` by matrix products, on any device, in float32 at least.
+
+    With S = scale Q K', P = exp(S - lse), O the merged output and dO its gradient:
+    dV = P' dO, dS = P (dO V' - rowsum(dO O)), dQ = scale dS K, dK = scale dS' Q.
+    """
+    exact = _exact(query)
+    folded, folded_grad, out = (_fold(tensor, key) for tensor in (query, grad, merged[0]))
+    lse = merged[1].reshape(folded.shape[:-1])
+    grad_query = folded.new_empty(folded.shape, dtype=exact)
+    grad_key, grad_value = torch.zeros_like(key, dtype=exact), torch.zeros_like(value, dtype=exact)
+    with torch.autocast(query.device.type, enabled=False):
+        for rows, queries, keys in _chunks(folded, key, causal=causal):
+            part, part_grad = (tensor[rows, :, :, queries].to(exact) for tensor in (folded, folded_grad))
+            part_key, part_value = key[rows, :, keys].to(exact), value[rows, :, keys].to(exact)
+            scores = _scores(part, part_key, scale, queries if causal else None, _rows(bias, rows))
+            weights = scores.sub_(lse[rows, :, :, queries, None]).exp_()
+            grad_value[rows, :, keys] += _transposed(weights, part_grad)
+            shared = torch.linalg.vecdot(part_grad, out[rows, :, :, queries].to(exact))[..., None]
+            grad_scores = weights.mul_(_weighted(part_grad, part_value.mT).sub_(shared)).mul_(scale)
+            grad_query[rows, :, :, queries] = _weighted(grad_scores, part_key)
+            grad_key[rows, :, keys] += _transposed(grad_scores, part)
+    return grad_query.view(query.shape).to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _exact(query: Tensor) -> torch.dtype:
+    return torch.promote_types(query.dtype, torch.float32)
+
+
+def _fold(values: Queries, key: Keys) -> Tensor:
+    """[batch, key heads, heads of each, queries, width]: heads that share a key head beside each other."""
+    return values.unflatten(1, (key.shape[1], -1)).contiguous()
+
+
+def _chunks(folded: Tensor, key: Keys, *, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+    """Rows of the batch, queries of each, and the keys that these see, with at most `_SCORES_PER_CHUNK` scores."""
+    batch, heads, queries, keys = folded.shape[0], folded.shape[1] * folded.shape[2], folded.shape[3], key.shape[2]
+    query_step = max(1, min(queries, _SCORES_PER_CHUNK // (heads * keys or 1)))
+    row_step = max(1, _SCORES_PER_CHUNK // (heads * keys * query_step or 1))
+    for row in range(0, batch, row_step):
+        for start in range(0, queries, query_step):
+            stop = min(start + query_step, queries)
+            yield slice(row, min(row + row_step, batch)), slice(start, stop), slice(0, stop if causal else keys)
+
+
+def _rows(bias: Tensor | None, rows: slice) -> Tensor | None:
+    return bias if bias is None or bias.shape[0] == 1 else bias[rows]
+
+
+def _scores(query: Tensor, key: Keys, scale: float, causal: slice | None, bias: Tensor | None) -> Tensor:
+    """[batch, key heads, heads of each, queries, keys], with minus infinity for keys that a query does not see."""
+    exact = _exact(query)
+    scores = _weighted(query.to(exact) * scale, key.to(exact).mT)
+    if bias is not None:
+        scores += bias[:, :, None].to(exact)
+    if causal is not None:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu_(causal.start + 1)
+        scores.masked_fill_(later, -torch.inf)
+    return scores
+
+
+def _weighted(weights: Tensor, values: Tensor) -> Tensor:
+    """[batch, key heads, heads of each, queries, n] x [batch, key heads, n, m]: one product for each key head."""
+    return (weights.flatten(2, 3) @ values).unflatten(2, weights.shape[2:4])
+
+
+def _transposed(weights: Tensor, values: Tensor) -> Tensor:
+    """Sum over queries and over the heads that share a key head: [batch, key heads, keys, width]."""
+    return weights.flatten(2, 3).mT @ values.flatten(2, 3)
 
 
 def merge_by_lse(first: Tensor, first_lse: Tensor, second: Tensor, second_lse: Tensor) -> Tensor:

@@ -34,7 +34,8 @@ def shared_prefix_forward(causal_lm: Any) -> HiddenStatesFn | str:
         hidden, logits = _shared_outputs(causal_lm, forward)
     except (TypeError, RuntimeError, AttributeError, KeyError) as error:
         causal_lm.set_attn_implementation(stock_attention)
-        return f"its layers do not pass a layout on to their attention ({type(error).__name__}: {error})"
+        said = next(iter(str(error).splitlines()), "")[:200]
+        return f"its layers do not pass a layout on to their attention ({type(error).__name__}: {said})"
     for name, shared, expected in (("hidden states", hidden, expected_hidden), ("logits", logits, expected_logits)):
         if not _close(shared, expected):
             causal_lm.set_attn_implementation(stock_attention)

@@ -15,7 +15,8 @@ from torch import Tensor
 from groupwise.core.errors import UserError, require
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import uniform
-from groupwise.workloads.chat.config import PREFILL_TOKENS, SAMPLING_LOGITS, SamplingParams
+from groupwise.core.transfer import send, send_list
+from groupwise.workloads.chat.config import PREFILL_TOKENS, SAMPLING_LOGITS, STOP_CHECK_STEPS, SamplingParams
 from groupwise.workloads.chat.engine.attention import KVByLayer
 from groupwise.workloads.chat.engine.kv_cache import DecodeLayout, PromptKV, PromptKVCache, RowKVCache
 from groupwise.workloads.chat.engine.packing import TokenIds, pack_batch
@@ -79,15 +80,6 @@ def check_prompts(policy: LanguageModelPolicy, prompts: Sequence[TokenIds], samp
             )
 
 
-@dataclass(frozen=True)
-class SampledStep:
-    """Tokens that were sampled together: their rows, and their positions within each completion."""
-
-    row_indices: Tensor
-    positions: Tensor
-    tokens: SampledTokens
-
-
 @dataclass
 class _DecodeBatch:
     """The running rows as tensors. It is rebuilt when a row is admitted or finishes."""
@@ -114,7 +106,9 @@ class GenerationLoop:
         sampling: SamplingParams,
     ):
         self.policy, self.prompts, self.scheduler, self.sampling = policy, prompts, scheduler, sampling
-        self.head, self.uniforms = policy.head.cast(), uniforms.to(policy.device)
+        self.head = policy.head.cast()
+        exact = torch.promote_types(self.head.dtype, torch.float32)
+        self.uniforms = send(uniforms.to(exact), policy.device)
         self.stop_tokens = frozenset(sampling.stop_token_ids)
         self.row_cache = RowKVCache(scheduler.max_slots, sampling.max_new_tokens, policy.device)
         self.prompt_cache = PromptKVCache()
@@ -123,7 +117,12 @@ class GenerationLoop:
         self.last_tokens = torch.empty(0, dtype=torch.int64, device=policy.device)
         """The last token in each slot."""
         self.batch: _DecodeBatch | None = None
-        self.steps: list[SampledStep] = []
+        self.stop_check_steps = 1 if policy.device.type == "cpu" else STOP_CHECK_STEPS
+        self.unchecked: list[Tensor] = []
+        """Tokens in each slot since it was last looked which of them end a completion."""
+        self.sampled: list[SampledTokens] = []
+        self.sampled_rows: list[int] = []
+        """The row of each token in `sampled`; its tokens are in order."""
 
     def run(self) -> list[Completion]:
         """Generate all completions, in the order of the rows."""
@@ -140,11 +139,13 @@ class GenerationLoop:
         admitted = self.scheduler.admit()
         self._prefill(sorted({sequence.prompt for sequence in admitted} - {*self.prompt_cache.prompts}))
         hidden = torch.stack([self.prompt_states[sequence.prompt] for sequence in admitted])
-        row_indices = torch.tensor([sequence.row for sequence in admitted], device=hidden.device)
-        tokens = self._sample(hidden, row_indices, torch.zeros_like(row_indices))
+        rows = [sequence.row for sequence in admitted]
+        row_indices = send_list(rows, hidden.device)
+        tokens = self._sample(hidden, rows, row_indices, torch.zeros_like(row_indices))
         for sequence in admitted:
             sequence.num_generated = 1
         self.last_tokens, self.batch = torch.cat([self.last_tokens, tokens]), None
+        self.unchecked = [self.last_tokens]
         self._evict_finished()
 
     def _prefill(self, prompts: Sequence[int]) -> None:
@@ -164,44 +165,56 @@ class GenerationLoop:
         """Generate one more token of every running row."""
         running = self.scheduler.running
         batch = self.batch = self.batch or self._rebuild_batch()
-        batch.layout.set_positions([sequence.num_generated - 1 for sequence in running], self.prompt_cache.dtype)
+        positions = [sequence.num_generated - 1 for sequence in running]
+        batch.layout.set_positions(positions, batch.num_generated - 1, self.prompt_cache.dtype)
         hidden = self.policy.hidden(self.last_tokens[:, None], batch.position_ids[:, None], batch.layout)
-        self.last_tokens = self._sample(hidden, batch.row_indices, batch.num_generated)
+        rows = [sequence.row for sequence in running]
+        self.last_tokens = self._sample(hidden, rows, batch.row_indices, batch.num_generated)
         batch.position_ids, batch.num_generated = batch.position_ids + 1, batch.num_generated + 1
         for sequence in running:
             sequence.num_generated += 1
-        self._evict_finished()
+        self.unchecked.append(self.last_tokens)
+        longest = max(sequence.num_generated for sequence in running)
+        if len(self.unchecked) >= self.stop_check_steps or longest >= self.sampling.max_new_tokens:
+            self._evict_finished()
 
     def _rebuild_batch(self) -> _DecodeBatch:
         device, running = self.policy.device, self.scheduler.running
-        lengths = torch.tensor([len(self.prompts[sequence.prompt]) for sequence in running], device=device)
-        num_generated = torch.tensor([sequence.num_generated for sequence in running], device=device)
+        lengths = [len(self.prompts[sequence.prompt]) for sequence in running]
+        num_generated = [sequence.num_generated for sequence in running]
         return _DecodeBatch(
             DecodeLayout(self.row_cache, self.prompt_cache, [sequence.prompt for sequence in running], device),
-            torch.tensor([sequence.row for sequence in running], device=device),
-            num_generated,
-            position_ids=lengths + num_generated - 1,
+            send_list([sequence.row for sequence in running], device),
+            send_list(num_generated, device),
+            position_ids=send_list(
+                [length + count - 1 for length, count in zip(lengths, num_generated, strict=True)], device
+            ),
         )
 
-    def _sample(self, hidden: Tensor, row_indices: Tensor, positions: Tensor) -> Tensor:
+    def _sample(self, hidden: Tensor, rows: Sequence[int], row_indices: Tensor, positions: Tensor) -> Tensor:
         """Sample one token a row, record the step, and return the token ids."""
         uniforms = self.uniforms[row_indices, positions]
         size = max(1, SAMPLING_LOGITS // len(self.head.weight))
-        steps = []
-        for start in range(0, len(row_indices), size):
-            part = slice(start, start + size)
-            tokens = sample_tokens(self.head.logits(hidden[part]), uniforms[part], self.sampling)
-            steps.append(SampledStep(row_indices[part], positions[part], tokens))
-        self.steps += steps
-        return steps[0].tokens.ids if len(steps) == 1 else torch.cat([step.tokens.ids for step in steps])
+        steps = [
+            sample_tokens(self.head.logits(hidden[start : start + size]), uniforms[start : start + size], self.sampling)
+            for start in range(0, len(rows), size)
+        ]
+        self.sampled += steps
+        self.sampled_rows += rows
+        return steps[0].ids if len(steps) == 1 else torch.cat([tokens.ids for tokens in steps])
 
     def _evict_finished(self) -> None:
-        """Free the slots of rows that are done, and the cache of prompts that no row needs any more."""
+        """Free the slots of rows that are done, and the cache of prompts that no row needs any more.
+
+        A row that ended since the last look has gone on: what it generated after its stop token is cut off later.
+        """
         running, max_tokens = self.scheduler.running, self.sampling.max_new_tokens
+        by_slot = torch.stack(self.unchecked, 1).tolist()
+        self.unchecked = []
         finished = [
             slot
-            for slot, (token, sequence) in enumerate(zip(self.last_tokens.tolist(), running, strict=True))
-            if token in self.stop_tokens or sequence.num_generated >= max_tokens
+            for slot, (tokens, sequence) in enumerate(zip(by_slot, running, strict=True))
+            if sequence.num_generated >= max_tokens or not self.stop_tokens.isdisjoint(tokens)
         ]
         if not finished:
             return
@@ -218,22 +231,32 @@ class GenerationLoop:
                 self.prompt_states.pop(prompt)
 
     def _completions(self) -> list[Completion]:
-        """The tokens of all steps, sorted by row and position."""
-        rows = torch.cat([step.row_indices for step in self.steps]).cpu()
-        positions = torch.cat([step.positions for step in self.steps]).cpu()
-        order = torch.argsort(rows * self.sampling.max_new_tokens + positions)
-        lengths = torch.bincount(rows, minlength=self.scheduler.num_rows).tolist()
-        tokens = SampledTokens.concatenate([step.tokens for step in self.steps])
-
-        def by_row(column: Tensor) -> Sequence[Tensor]:
-            return column.cpu()[order].split(lengths)
-
-        candidates = [None] * len(lengths) if tokens.num_candidates is None else by_row(tokens.num_candidates)
-        columns = zip(by_row(tokens.ids), by_row(tokens.logp), by_row(tokens.entropy), candidates, strict=True)
-        return [
-            Completion(tuple(ids.tolist()), logps.clone(), entropies.clone(), int(ids[-1]) in self.stop_tokens, counts)
-            for ids, logps, entropies, counts in columns
+        """The tokens of all steps, sorted by row, up to the first stop token of each."""
+        rows = torch.tensor(self.sampled_rows)
+        order, lengths = rows.argsort(stable=True), torch.bincount(rows, minlength=self.scheduler.num_rows).tolist()
+        tokens = SampledTokens.concatenate(self.sampled)
+        has_counts = tokens.num_candidates is not None
+        # Two copies to the host: of integers, and of numbers.
+        integers = [tokens.ids, *([tokens.num_candidates] if tokens.num_candidates is not None else [])]
+        by_row = [
+            column[order].split(lengths)
+            for column in (*torch.stack(integers).cpu(), *torch.stack((tokens.logp, tokens.entropy)).cpu())
         ]
+        completions = []
+        for ids, *counts, logps, entropies in zip(*by_row, strict=True):
+            own = ids.tolist()
+            stop = next((index for index, token in enumerate(own) if token in self.stop_tokens), None)
+            end = len(own) if stop is None else stop + 1
+            completions.append(
+                Completion(
+                    tuple(own[:end]),
+                    logps[:end].clone(),
+                    entropies[:end].clone(),
+                    stop is not None,
+                    counts[0][:end].clone() if has_counts else None,
+                )
+            )
+        return completions
 
 
 def _prefill_chunks(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:

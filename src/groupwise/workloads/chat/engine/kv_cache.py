@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from groupwise.core.transfer import send, send_list
 from groupwise.workloads.chat.engine.attention import KVByLayer, attend, merge_by_lse
 
 _INITIAL_CAPACITY = 32  # tokens of a row; doubled when they are full
@@ -119,7 +120,8 @@ class PromptKVCache:
             return None
         padding = torch.arange(max(self.lengths))[None] >= torch.tensor(self.lengths)[:, None]
         keys, _ = next(iter(self.layers.values()))
-        return torch.zeros(padding.shape).masked_fill(padding, -torch.inf)[:, None, None].to(keys)
+        bias = torch.zeros(padding.shape, dtype=keys.dtype).masked_fill_(padding, -torch.inf)
+        return send(bias[:, None, None], keys.device)
 
 
 def _stack_padded(tensors: Sequence[Tensor]) -> Tensor:
@@ -145,12 +147,15 @@ class DecodeLayout:
         self.positions: Tensor | None = None
         self.bias: Tensor | None = None
 
-    def set_positions(self, positions: Sequence[int], dtype: torch.dtype) -> None:
-        """Where the next token of each row goes in the row cache: after the tokens it has there."""
+    def set_positions(self, positions: Sequence[int], on_device: Int64[Tensor, " rows"], dtype: torch.dtype) -> None:
+        """Where the next token of each row goes in the row cache: after the tokens it has there.
+
+        The same numbers as a list and on the device, so that none has to be sent.
+        """
         self.length, self.positions, self.bias = max(positions) + 1, None, None
         if min(positions) == max(positions):
             return
-        self.positions = torch.tensor(positions, device=self.device)
+        self.positions = on_device
         unused = torch.arange(self.length, device=self.device)[None] > self.positions[:, None]
         bias = torch.zeros(unused.shape, dtype=dtype, device=self.device)
         self.bias = bias.masked_fill_(unused, -torch.inf)[:, None, None]
@@ -196,4 +201,4 @@ def _slots_by_prompt(
     for index, line in enumerate(slots.values()):
         for member, slot in enumerate(line):
             scatter_index[slot] = index * members + member
-    return torch.tensor(table, device=device), torch.tensor(scatter_index, device=device)
+    return send_list(table, device), send_list(scatter_index, device)

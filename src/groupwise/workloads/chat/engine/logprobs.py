@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from groupwise.core.transfer import send
 from groupwise.workloads.chat.config import LOGITS_PER_CHUNK, MIN_CHUNK_TOKENS
 from groupwise.workloads.chat.engine.sampler import MASKED_LOGIT, mask_to_candidates
 
@@ -45,8 +46,14 @@ def token_logprobs(
     num_candidates: Int64[Tensor, " tokens"] | None,
     temperature: float,
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log-prob of each token and entropy of its distribution, with gradients."""
-    inputs = _HeadInputs(ids, num_candidates, temperature, head.dtype)
+    """Log-prob of each token and entropy of its distribution, with gradients; both on the CPU, copied together.
+
+    `ids` and `num_candidates` are on the CPU as well, so that nothing is asked of the device to find them.
+    """
+    device = hidden.device
+    counts = None if num_candidates is None else send(num_candidates, device)
+    most = 0 if num_candidates is None else int(num_candidates.max())
+    inputs = _HeadInputs(send(ids, device), counts, most, temperature, head.dtype)
     logps, entropies = _TokenLogprobs.apply(hidden, head.weight, head.bias, inputs)
     return logps, entropies
 
@@ -57,6 +64,7 @@ class _HeadInputs:
 
     ids: Tensor
     num_candidates: Tensor | None
+    most_candidates: int
     temperature: float
     dtype: torch.dtype
 
@@ -75,7 +83,8 @@ class _HeadInputs:
             scaled /= self.temperature
         if self.num_candidates is None:
             return scaled
-        return mask_to_candidates(scaled, self.num_candidates[tokens], self.ids[tokens])
+        counts, ids = self.num_candidates[tokens], self.ids[tokens]
+        return mask_to_candidates(scaled, counts, ids, most=self.most_candidates)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -95,19 +104,23 @@ class _TokenLogprobs(torch.autograd.Function):
         logps, lse, entropies = (torch.cat(column) for column in zip(*chunks, strict=True))
         ctx.save_for_backward(hidden, weight, bias, lse, entropies)
         ctx.inputs = inputs
-        return logps, entropies
+        if hidden.device.type == "cpu":
+            return logps, entropies
+        on_host = torch.stack((logps, entropies)).cpu()
+        return on_host[0].clone(), on_host[1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, lse, entropies = ctx.saved_tensors
         gradients = _HeadGradients(hidden, weight, bias, ctx.inputs, ctx.needs_input_grad[1])
-        grad_logp, grad_entropy = grads
-        needs_entropy = bool(grad_entropy.any())
+        on_host, device = grads[0], hidden.device
+        grad_logp, grad_entropy = (send(grad, device) for grad in grads)
+        needs_entropy = bool(grads[1].any())
         for chunk in ctx.inputs.chunks(len(weight)):
             if needs_entropy:
                 gradients.add(chunk, grad_logp[chunk], grad_entropy[chunk], lse[chunk], entropies[chunk])
                 continue
-            tokens = (grad_logp[chunk] != 0).nonzero().flatten() + chunk.start
+            tokens = send((on_host[chunk] != 0).nonzero().flatten() + chunk.start, device)
             if len(tokens):
                 gradients.add(tokens, grad_logp[tokens], None, lse[tokens], entropies[tokens])
         return gradients.hidden, gradients.weight, gradients.bias, None

@@ -10,13 +10,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
-from groupwise.workloads.chat.engine.attention import KVByLayer, attend, attend_backward, merge_by_lse
+from groupwise.core.transfer import send, send_list
+from groupwise.dist.devices import traits
+from groupwise.workloads.chat.engine.attention import (
+    KVByLayer,
+    attend,
+    attend_backward,
+    attention_eager,
+    attention_eager_backward,
+    merge_by_lse,
+)
 
 TokenIds = Sequence[int]
 ByToken = Shaped[Tensor, "tokens ..."]
@@ -44,15 +53,23 @@ class PackedBatch:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if self.kv_out is not None:
             self.kv_out[layer] = (key[0], value[0])
-        if query.device.type == "cpu":
+        kernel = packed_kernel(query.device).name
+        if kernel == "flash":
             return packed_attention_flash(query, key, value, self, scale)
-        return packed_attention_flex(query, key, value, self.block_mask, scale)
+        if kernel == "flex":
+            return packed_attention_flex(query, key, value, self.block_mask, scale)
+        return packed_attention_products(query, key, value, self, scale)
 
     @cached_property
     def logit_positions(self) -> Int64[Tensor, " positions"]:
         """The last token of each prompt, then all tokens of the completions."""
         last = [prompt.stop - 1 for prompt in self.prompt_slices]
-        return torch.tensor([*last, *range(self.prompt_slices[-1].stop, len(self.ids))], device=self.ids.device)
+        return send_list([*last, *range(self.prompt_slices[-1].stop, len(self.ids))], self.ids.device)
+
+    @cached_property
+    def batched_parts(self) -> list[BatchedPart]:
+        """The three kinds of attention as few batched ones, for `packed_attention_products`."""
+        return list(_batched_parts(self))
 
     @cached_property
     def block_mask(self) -> Any:
@@ -87,7 +104,7 @@ def pack_batch(
     starts = lengths.cumsum(0) - lengths
 
     def per_token(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values).repeat_interleave(lengths).to(device)
+        return send(torch.tensor(values).repeat_interleave(lengths), device)
 
     offsets = torch.arange(int(lengths.sum())) - starts.repeat_interleave(lengths)
     slices = _consecutive_slices([*map(len, prompts), *(sum(map(len, group)) for group in completions)])
@@ -95,8 +112,8 @@ def pack_batch(
         prompt_slices=slices[: len(prompts)],
         completion_slices=slices[len(prompts) :],
         completion_tables=make_completion_tables(starts[len(prompts) :], lengths[len(prompts) :], device),
-        ids=torch.tensor([token for ids in segments for token in ids], device=device),
-        position_ids=offsets.to(device) + per_token(first_positions),
+        ids=send_list([token for ids in segments for token in ids], device),
+        position_ids=send(offsets, device) + per_token(first_positions),
         group_of_token=per_token(groups),
         row_of_token=per_token(rows),
         kv_out=kv_out,
@@ -157,8 +174,39 @@ def _make_table(starts: Tensor, lengths: Tensor, device: torch.device) -> Comple
     first, count = int(tokens[0]), len(tokens)
     all_valid = count == table.numel()
     if all_valid and torch.equal(tokens, torch.arange(first, first + count)):
-        return CompletionTable(table.to(device), slice(first, first + count), None)
-    return CompletionTable(table.to(device), tokens.to(device), None if all_valid else valid.to(device))
+        return CompletionTable(send(table, device), slice(first, first + count), None)
+    return CompletionTable(send(table, device), send(tokens, device), None if all_valid else send(valid, device))
+
+
+@dataclass(frozen=True)
+class PackedKernel:
+    """How attention over a packed sequence is computed on a type of device."""
+
+    name: Literal["flash", "flex", "products"]
+    reason: str
+    """Why not a faster one; empty where there is none."""
+
+
+@cache
+def _packed_kernel(device: torch.device) -> PackedKernel:
+    if traits(device).flash_with_lse:
+        return PackedKernel("flash", "")
+    if not traits(device).compiles_attention:
+        return PackedKernel("products", f"{device.type} has no attention kernel that torch compiles")
+    packed = pack_batch([[1, 2, 3], [4]], [[[5, 6], [7]], [[8, 9, 10]]], device)
+    query, key, value = (torch.randn(1, heads, len(packed.ids), 16, device=device) for heads in (4, 2, 2))
+    try:
+        flex = packed_attention_flex(query, key, value, packed.block_mask, 0.25)
+    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
+        return PackedKernel("products", f"flex attention does not compile: {str(error).splitlines()[0]}")
+    if not torch.allclose(flex, packed_attention_products(query, key, value, packed, 0.25), rtol=0.02, atol=0.02):
+        return PackedKernel("products", "compiled flex attention gives other numbers than matrix products")
+    return PackedKernel("flex", "")
+
+
+def packed_kernel(device: torch.device) -> PackedKernel:
+    """The fastest kernel that works: torch's for the CPU, compiled flex attention if it compiles, else products."""
+    return _packed_kernel(torch.device(device.type))
 
 
 def packed_attention_flash(query: ByHead, key: ByHead, value: ByHead, packed: PackedBatch, scale: float) -> Tensor:
@@ -174,6 +222,13 @@ def packed_attention_flex(query: ByHead, key: ByHead, value: ByHead, block_mask:
         query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
     return out.transpose(1, 2)
+
+
+def packed_attention_products(query: ByHead, key: ByHead, value: ByHead, packed: PackedBatch, scale: float) -> Tensor:
+    """The same by matrix products, on any device: prompts and completions of similar length together."""
+    by_token = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out: Tensor = _PackedProducts.apply(*by_token, packed, scale)
+    return out[None]
 
 
 @cache
@@ -243,3 +298,100 @@ def _prompt_attention(packed: PackedBatch) -> Iterator[tuple[slice, slice, bool]
 
 def _heads(values: TokensByHead) -> ByHead:
     return values.transpose(0, 1)[None]
+
+
+@dataclass(frozen=True, eq=False)
+class BatchedPart:
+    """Attention of the tokens in a table to those in another one, line by line."""
+
+    queries: CompletionTable
+    keys: CompletionTable
+    causal: bool
+    key_bias: Float[Tensor, "rows 1 1 longest"] | None
+    """Hides the padding of keys, where it would be seen."""
+
+
+def _batched_parts(packed: PackedBatch) -> Iterator[BatchedPart]:
+    device = packed.ids.device
+    starts, lengths = _bounds(packed.prompt_slices)
+    for table in make_completion_tables(starts, lengths, device):
+        yield BatchedPart(table, table, True, None)
+    used = [index for index, tokens in enumerate(packed.completion_slices) if tokens.stop > tokens.start]
+    prompts, completions = (
+        [parts[index] for index in used] for parts in (packed.prompt_slices, packed.completion_slices)
+    )
+    for indices in _similar_sizes(prompts, completions):
+        keys, queries = (
+            _make_table(*_bounds([parts[index] for index in indices]), device) for parts in (prompts, completions)
+        )
+        yield BatchedPart(queries, keys, False, _padding_bias([prompts[index] for index in indices], device))
+    for table in packed.completion_tables:
+        yield BatchedPart(table, table, True, None)
+
+
+def _bounds(slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
+    """Starts and lengths."""
+    return torch.tensor([part.start for part in slices]), torch.tensor([part.stop - part.start for part in slices])
+
+
+def _similar_sizes(prompts: Sequence[slice], completions: Sequence[slice]) -> list[list[int]]:
+    """Indices of those whose lengths have the same numbers of binary digits."""
+    by_size: dict[tuple[int, int], list[int]] = {}
+    for index, (prompt, own) in enumerate(zip(prompts, completions, strict=True)):
+        size = (prompt.stop - prompt.start).bit_length(), (own.stop - own.start).bit_length()
+        by_size.setdefault(size, []).append(index)
+    return list(by_size.values())
+
+
+def _padding_bias(prompts: Sequence[slice], device: torch.device) -> Tensor | None:
+    lengths = _bounds(prompts)[1]
+    if bool((lengths == lengths[0]).all()):
+        return None
+    padding = torch.arange(int(lengths.max()))[None] >= lengths[:, None]
+    return send(torch.zeros(padding.shape).masked_fill_(padding, -torch.inf)[:, None, None], device)
+
+
+class _PackedProducts(torch.autograd.Function):
+    """As `_PackedAttention`, part after part of `batched_parts`; out = sum_i exp(lse_i - lse) out_i."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: TokensByHead, key: TokensByHead, value: TokensByHead, packed: PackedBatch, scale: float
+    ) -> TokensByHead:
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        lse = out.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
+        for part in packed.batched_parts:
+            inputs = (table.gather(tensor).transpose(1, 2) for table, tensor in _table_inputs(part, query, key, value))
+            outputs = attention_eager(*inputs, scale=scale, causal=part.causal, bias=part.key_bias)
+            part_out, part_lse = (part.queries.scatter(tensor.transpose(1, 2)) for tensor in outputs)
+            tokens = part.queries.token_index
+            merged = torch.logaddexp(lse[tokens], part_lse)
+            kept, added = ((own - merged).exp_()[..., None].to(out.dtype) for own in (lse[tokens], part_lse))
+            out[tokens], lse[tokens] = out[tokens] * kept + part_out * added, merged
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.packed, ctx.scale = packed, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        exact = lse.dtype
+        totals = [torch.zeros_like(tensor, dtype=exact) for tensor in (query, key, value)]
+        for part in ctx.packed.batched_parts:
+            queries = part.queries
+            inputs = (table.gather(tensor).transpose(1, 2) for table, tensor in _table_inputs(part, query, key, value))
+            merged = queries.gather(out).transpose(1, 2), queries.gather(lse).transpose(1, 2)
+            grad = queries.zero_padding(queries.gather(grads[0])).transpose(1, 2)
+            gradients = attention_eager_backward(
+                grad, *inputs, merged, scale=ctx.scale, causal=part.causal, bias=part.key_bias
+            )
+            # Padding repeats a token, with a gradient of zero.
+            for total, table, gradient in zip(totals, (queries, part.keys, part.keys), gradients, strict=True):
+                total.index_add_(0, table.table.flatten(), gradient.transpose(1, 2).flatten(0, 1).to(exact))
+        return (*(total.to(query.dtype) for total in totals), None, None)
+
+
+def _table_inputs(
+    part: BatchedPart, query: TokensByHead, key: TokensByHead, value: TokensByHead
+) -> tuple[tuple[CompletionTable, TokensByHead], ...]:
+    return (part.queries, query), (part.keys, key), (part.keys, value)

@@ -6,17 +6,21 @@ The fallback for models that cannot share prompts, and the reference that the sh
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+from jaxtyping import Int64
 from torch import Tensor
 
-from groupwise.workloads.chat.config import SamplingParams
+from groupwise.core.transfer import send, send_list
+from groupwise.workloads.chat.config import STOP_CHECK_STEPS, SamplingParams
 from groupwise.workloads.chat.engine.packing import TokenIds
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
 from groupwise.workloads.chat.engine.sampler import (
     MASKED_LOGIT,
     Completion,
     SampledTokens,
+    candidate_counts,
     mask_to_candidates,
     sample_tokens,
     scale_logits,
@@ -26,38 +30,113 @@ from groupwise.workloads.chat.engine.sampler import (
 def generate_plain(
     policy: LanguageModelPolicy, prompts: Sequence[TokenIds], uniforms: Tensor, sampling: SamplingParams
 ) -> list[Completion]:
-    """A completion for every row. Rows of different prompts run separately, so that no prompt is padded."""
-    rows_of_prompt: dict[tuple[int, ...], list[int]] = {}
+    """A completion for every row: all rows together where the model gives the same after padding, else rows whose
+    prompts are equally long.
+    """
+    rows_of_length: dict[int, list[int]] = {}
     for row, prompt in enumerate(prompts):
-        rows_of_prompt.setdefault(tuple(prompt), []).append(row)
+        rows_of_length.setdefault(len(prompt), []).append(row)
+    batches = list(rows_of_length.values())
+    if len(batches) > 1 and _ignores_padding(policy):
+        batches = [list(range(len(prompts)))]
     completions: dict[int, Completion] = {}
-    for prompt, rows in rows_of_prompt.items():
-        completions |= dict(zip(rows, _generate_group(policy, prompt, uniforms[rows], sampling), strict=True))
+    for rows in batches:
+        generated = _generate_batch(policy, [prompts[row] for row in rows], uniforms[rows], sampling)
+        completions |= dict(zip(rows, generated, strict=True))
     return [completions[row] for row in range(len(prompts))]
 
 
-def _generate_group(
-    policy: LanguageModelPolicy, prompt: TokenIds, uniforms: Tensor, sampling: SamplingParams
+@dataclass(frozen=True)
+class _PaddedPrompts:
+    """Prompts of one batch, padded on the left."""
+
+    ids: Int64[Tensor, "rows longest"]
+    mask: Int64[Tensor, "rows longest"]
+    """1 for tokens, 0 for padding."""
+    has_padding: bool
+
+    @staticmethod
+    def of(prompts: Sequence[TokenIds], device: torch.device) -> _PaddedPrompts:
+        longest = max(map(len, prompts))
+        ids = [[*[prompt[0]] * (longest - len(prompt)), *prompt] for prompt in prompts]
+        mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        has_padding = len({*map(len, prompts)}) > 1
+        return _PaddedPrompts(send(torch.tensor(ids), device), send(torch.tensor(mask), device), has_padding)
+
+    @property
+    def position_ids(self) -> Int64[Tensor, "rows longest"]:
+        return (self.mask.cumsum(1) - 1).clamp(min=0)
+
+
+def _ignores_padding(policy: LanguageModelPolicy) -> bool:
+    """Whether the model gives the same logits for a prompt that is padded on the left, one token at a time after it."""
+    if policy.ignores_padding is None:
+        policy.ignores_padding = _compare_padded(policy)
+    return policy.ignores_padding
+
+
+_TRIAL = ((3, 1, 4, 1), (2, 5))
+
+
+def _compare_padded(policy: LanguageModelPolicy) -> bool:
+    try:
+        with policy.sampling():
+            padded = _trial_logits(policy, _TRIAL)
+            alone = torch.cat([_trial_logits(policy, [prompt]) for prompt in _TRIAL])
+    except (TypeError, ValueError, RuntimeError):  # a model without position_ids or an attention mask
+        return False
+    return torch.allclose(padded, alone, rtol=0, atol=1e-3 * float(alone.abs().max()))
+
+
+def _trial_logits(policy: LanguageModelPolicy, prompts: Sequence[TokenIds]) -> Tensor:
+    """Of a token after the prompts, with the cache of the prompts."""
+    batch = _PaddedPrompts.of(prompts, policy.device)
+    steps = _Steps(policy, batch)
+    steps.next_logits(batch.ids)
+    return steps.next_logits(torch.full((len(prompts), 1), 7, device=policy.device)).float()
+
+
+class _Steps:
+    """A batch on its way through the model, with its cache, mask and positions. Nothing of them is sent in a step."""
+
+    def __init__(self, policy: LanguageModelPolicy, batch: _PaddedPrompts):
+        self._policy, self._cache = policy, None
+        self._mask, self._position_ids = (batch.mask, batch.position_ids) if batch.has_padding else (None, None)
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """Logits of the last of these tokens."""
+        more = {} if self._mask is None else {"attention_mask": self._mask, "position_ids": self._position_ids}
+        output = self._policy(ids, past_key_values=self._cache, use_cache=True, **more)
+        self._cache = output.past_key_values
+        if self._mask is not None and self._position_ids is not None:
+            self._mask = torch.cat([self._mask, self._mask.new_ones(len(ids), 1)], 1)
+            self._position_ids = self._position_ids[:, -1:] + 1
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+def _generate_batch(
+    policy: LanguageModelPolicy, prompts: Sequence[TokenIds], uniforms: Tensor, sampling: SamplingParams
 ) -> list[Completion]:
-    stop_tokens = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=policy.device)
-    ids = torch.tensor(prompt, device=policy.device).expand(len(uniforms), -1)
-    steps: list[SampledTokens] = []
-    cache, running = None, torch.ones(len(uniforms), dtype=torch.bool, device=policy.device)
+    device, batch = policy.device, _PaddedPrompts.of(prompts, policy.device)
+    exact = torch.promote_types(getattr(torch, policy.config.dtype), torch.float32)
+    look_every = 1 if device.type == "cpu" else STOP_CHECK_STEPS
+    stop_tokens, uniforms = send_list(sampling.stop_token_ids, device), send(uniforms.to(exact), device)
+    ids, sampled, running = batch.ids, list[SampledTokens](), torch.ones(len(prompts), dtype=torch.bool, device=device)
     with policy.sampling():
-        while running.any() and len(steps) < sampling.max_new_tokens:
-            output = policy(ids, past_key_values=cache, use_cache=True)
-            tokens = sample_tokens(output.logits[:, -1], uniforms[:, len(steps)].to(policy.device), sampling)
-            steps.append(tokens)
-            running = running & ~torch.isin(tokens.ids, stop_tokens)
-            cache, ids = output.past_key_values, tokens.ids[:, None]
-    ids_by_row = torch.stack([tokens.ids for tokens in steps], 1).tolist()
-    logps, entropies = (
-        torch.stack([getattr(tokens, name) for tokens in steps], 1).cpu() for name in ("logp", "entropy")
-    )
-    counts = [tokens.num_candidates for tokens in steps if tokens.num_candidates is not None]
-    num_candidates = torch.stack(counts, 1).cpu() if counts else [None] * len(uniforms)
-    rows = zip(ids_by_row, logps, entropies, num_candidates, strict=True)
-    return [_cut_after_stop(*row, sampling) for row in rows]
+        steps = _Steps(policy, batch)
+        while len(sampled) < sampling.max_new_tokens:
+            sampled.append(sample_tokens(steps.next_logits(ids), uniforms[:, len(sampled)], sampling))
+            ids = sampled[-1].ids[:, None]
+            running = running & ~torch.isin(sampled[-1].ids, stop_tokens)
+            if len(sampled) % look_every == 0 and not running.any():
+                break
+    tokens = SampledTokens.concatenate(sampled)
+    counted = [tokens.num_candidates] if tokens.num_candidates is not None else []
+    columns = [*torch.stack([tokens.ids, *counted]).cpu(), *torch.stack((tokens.logp, tokens.entropy)).cpu()]
+    ids_by_row, *counts, logps, entropies = (column.view(len(sampled), -1).T for column in columns)
+    by_row = zip(ids_by_row.tolist(), logps, entropies, counts[0] if counts else [None] * len(prompts), strict=True)
+    return [_cut_after_stop(*row, sampling) for row in by_row]
 
 
 def _cut_after_stop(
@@ -80,15 +159,26 @@ def score_plain(
     completions: Sequence[Completion],
     sampling: SamplingParams,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Log-probs and entropies of every row's tokens, one row at a time, with gradient."""
-    logps, entropies = [], []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        ids = torch.tensor([[*prompt, *completion.ids]], device=policy.device)
-        logits = policy(ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
-        scaled, sampled_ids = scale_logits(logits, sampling), ids[0, len(prompt) :]
-        if completion.num_candidates is not None:
-            scaled = mask_to_candidates(scaled, completion.num_candidates.to(policy.device), sampled_ids)
-        logp = scaled.log_softmax(-1)
-        logps.append(logp.gather(1, sampled_ids[:, None])[:, 0])
-        entropies.append(-(logp.exp() * logp.clamp(min=MASKED_LOGIT)).sum(-1))
-    return logps, entropies
+    """Log-probs and entropies of every row's tokens, with gradient, on the CPU. All rows together, padded on the right,
+    which no token before it sees.
+    """
+    rows = [[*prompt, *completion.ids] for prompt, completion in zip(prompts, completions, strict=True)]
+    longest = max(map(len, rows))
+    ids = send(torch.tensor([[*row, *[row[-1]] * (longest - len(row))] for row in rows]), policy.device)
+    lengths = [len(completion) for completion in completions]
+    # The token before each sampled one predicts it.
+    positions = [
+        row * longest + len(prompt) - 1 + index
+        for row, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+        for index in range(length)
+    ]
+    before = send_list(positions, policy.device)
+    logits = policy(ids, use_cache=False).logits.flatten(0, 1).index_select(0, before)
+    scaled, sampled_ids = scale_logits(logits, sampling), ids.flatten().index_select(0, before + 1)
+    if sampling.filters_tokens:
+        counts = candidate_counts(completions)
+        scaled = mask_to_candidates(scaled, send(counts, policy.device), sampled_ids, most=int(counts.max()))
+    logp = scaled.log_softmax(-1)
+    entropies = -(logp.exp() * logp.clamp(min=MASKED_LOGIT)).sum(-1)
+    both = torch.stack((logp.gather(1, sampled_ids[:, None])[:, 0], entropies)).cpu()
+    return list(both[0].split(lengths)), list(both[1].split(lengths))

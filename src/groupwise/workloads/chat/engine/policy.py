@@ -37,6 +37,8 @@ class LanguageModelPolicy(nn.Module):
         """The shared-prefix forward of the policy, and of its reference model if there is one."""
         self.plain_reason = self._choose_forward()
         """Why prompts are not shared; None where they are."""
+        self.ignores_padding: bool | None = None
+        """Whether rows of the plain path may be padded on the left; None until it is tried."""
 
     @property
     def causal_lm(self) -> Any:

@@ -50,6 +50,11 @@ def completion_mask(completions: Sequence[Completion], width: int | None = None)
     return torch.arange(longest)[None] < lengths[:, None]
 
 
+def candidate_counts(completions: Sequence[Completion]) -> Int64[Tensor, " tokens"]:
+    """`num_candidates` of all tokens, one completion after the other."""
+    return torch.cat([completion.num_candidates for completion in completions if completion.num_candidates is not None])
+
+
 @dataclass(frozen=True)
 class SampledTokens:
     """One token a row, and the sums from which log-probs and entropies of many steps are computed together."""
@@ -101,9 +106,10 @@ def _greedy(logits: Logits) -> SampledTokens:
 
 def _sample(logits: Logits, uniforms: Float[Tensor, " rows"], sampling: SamplingParams) -> SampledTokens:
     scaled = scale_logits(logits, sampling)
-    num_candidates = count_candidates(scaled, sampling)
-    if num_candidates is not None:
-        scaled = mask_to_candidates(scaled, num_candidates)
+    threshold, num_candidates = candidate_threshold(scaled, sampling), None
+    if threshold is not None:
+        num_candidates = (scaled >= threshold).sum(-1).clamp(min=1)
+        scaled = scaled.masked_fill(scaled < threshold, -torch.inf)
     highest = scaled.amax(-1, keepdim=True)
     weights = (scaled - highest).exp_()
     cdf = weights.cumsum(-1)
@@ -130,8 +136,8 @@ def scale_logits(logits: Logits, sampling: SamplingParams) -> Logits:
     return exact if sampling.temperature == 1 else exact / sampling.temperature
 
 
-def count_candidates(scaled: Logits, sampling: SamplingParams) -> Int64[Tensor, " rows"] | None:
-    """How many of the likeliest tokens top-k and top-p leave, with all that tie with the last; None where all stay."""
+def candidate_threshold(scaled: Logits, sampling: SamplingParams) -> Float[Tensor, "rows 1"] | None:
+    """The lowest logit that top-k and top-p leave, with all that tie with it; None where all stay."""
     if not sampling.filters_tokens:
         return None
     ordered = scaled.topk(min(sampling.top_k or scaled.shape[1], scaled.shape[1])).values
@@ -140,19 +146,17 @@ def count_candidates(scaled: Logits, sampling: SamplingParams) -> Int64[Tensor, 
         probabilities = ordered.softmax(-1)
         before = probabilities.cumsum(-1) - probabilities
         count = (before < sampling.top_p).sum(-1, keepdim=True).clamp(min=1)
-    return (scaled >= ordered.gather(1, count - 1)).sum(-1).clamp(min=1)
+    return ordered.gather(1, count - 1)
 
 
 def mask_to_candidates(
-    scaled: Logits, num_candidates: Int64[Tensor, " rows"], sampled_ids: Int64[Tensor, " rows"] | None = None
+    scaled: Logits, num_candidates: Int64[Tensor, " rows"], sampled_ids: Int64[Tensor, " rows"], *, most: int
 ) -> Logits:
-    """Minus infinity for all tokens but the likeliest `num_candidates` and the sampled one.
+    """Minus infinity for all tokens but the likeliest `num_candidates` (`most` at most) and the sampled one.
 
     The number of candidates belongs to the decision: scoring under other weights uses the number of the rollout. The
     sampled token may then no longer be among the likeliest. It stays, else its ratio would have no gradient.
     """
-    threshold = scaled.topk(int(num_candidates.max())).values.gather(1, num_candidates[:, None] - 1)
-    masked = scaled < threshold
-    if sampled_ids is not None:
-        masked.scatter_(1, sampled_ids[:, None], False)
+    threshold = scaled.topk(most).values.gather(1, num_candidates[:, None] - 1)
+    masked = (scaled < threshold).scatter_(1, sampled_ids[:, None], False)
     return scaled.masked_fill(masked, -torch.inf)

@@ -9,6 +9,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.core.errors import require
+from groupwise.core.transfer import send
 from groupwise.core.types import Scores
 from groupwise.dist.sharding import call_block
 from groupwise.workloads.chat.config import SamplingParams
@@ -16,7 +17,7 @@ from groupwise.workloads.chat.engine.logprobs import token_logprobs
 from groupwise.workloads.chat.engine.packing import TokenIds, pack_batch
 from groupwise.workloads.chat.engine.plain import score_plain
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
-from groupwise.workloads.chat.engine.sampler import Completion, pad_rows
+from groupwise.workloads.chat.engine.sampler import Completion, candidate_counts, pad_rows
 
 TensorsByRow = list[Tensor]
 
@@ -63,7 +64,7 @@ def _score(
         else:
             row_prompts = [prompts[prompt] for prompt in prompt_of_row]
             logps, entropies = score_plain(policy, row_prompts, completions, sampling)
-    return [row.cpu() for row in logps], [row.cpu() for row in entropies]
+    return logps, entropies
 
 
 def _score_shared(
@@ -84,21 +85,14 @@ def _score_shared(
     logit_index = _logit_index_of_tokens([len(rows) for rows in groups.values()], lengths)
     logps, entropies = token_logprobs(
         policy.head,
-        hidden[logit_index.to(policy.device)],
-        torch.tensor([token for row in packed_rows for token in completions[row].ids], device=policy.device),
-        _candidate_counts([completions[row] for row in packed_rows], policy.device)
-        if sampling.filters_tokens
-        else None,
+        hidden.index_select(0, send(logit_index, policy.device)),
+        torch.tensor([token for row in packed_rows for token in completions[row].ids]),
+        candidate_counts([completions[row] for row in packed_rows]) if sampling.filters_tokens else None,
         sampling.temperature,
     )
     order = sorted(range(len(packed_rows)), key=packed_rows.__getitem__)
     logps_by_row, entropies_by_row = logps.split(lengths), entropies.split(lengths)
     return [logps_by_row[index] for index in order], [entropies_by_row[index] for index in order]
-
-
-def _candidate_counts(completions: Sequence[Completion], device: torch.device) -> Int64[Tensor, " tokens"]:
-    counts = [completion.num_candidates for completion in completions]
-    return torch.cat([count for count in counts if count is not None]).to(device)
 
 
 def _logit_index_of_tokens(members: Sequence[int], lengths: Sequence[int]) -> Int64[Tensor, " tokens"]:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.transfer import send
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Prompt, Sample
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs, WorkCounts
 from groupwise.workloads.controller.model.packing import (
@@ -326,7 +327,7 @@ class _PrefixRow:
         self.states = torch.cat(states)
         self.position_ids = position_ids[0] if len(branches) == 1 else torch.cat(position_ids, dim=1)
         self.token_indices = [shared + end - 1 for end in accumulate(length + 1 for length in lengths)]
-        self.mask = None if len(branches) == 1 else _branch_mask(shared, lengths).to(self.states.device)
+        self.mask = None if len(branches) == 1 else send(_branch_mask(shared, lengths), self.states.device)
 
 
 def mean_embedding(embeddings: Float[Tensor, "tokens width"]) -> Float[Tensor, " width"]:

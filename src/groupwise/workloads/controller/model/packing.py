@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from itertools import groupby
 from operator import is_
 from typing import Any
@@ -272,8 +272,9 @@ def per_row_top_k_experts(
     expert, order = pairs.select(top_k_index).sort(stable=True)
     ends = torch.searchsorted(expert, _arange(self.num_experts, hidden.device), right=True, out_int32=True)
     rows = hidden.index_select(0, pairs.token.index_select(0, order))
-    gate, up = _grouped_linear(rows, self.gate_up_proj, ends).chunk(2, dim=-1)
-    outputs = _grouped_linear(self.act_fn(gate).mul_(up), self.down_proj, ends)
+    runs = _Runs(ends)
+    gate, up = _grouped_linear(rows, self.gate_up_proj, runs).chunk(2, dim=-1)
+    outputs = _grouped_linear(self.act_fn(gate).mul_(up), self.down_proj, runs)
     # The weighted sum over each token's pairs: one pass, where a scatter would take three.
     rank = torch.empty_like(order).scatter_(0, order, pairs.arange)
     weights = pairs.select(top_k_weights).to(outputs.dtype)
@@ -286,13 +287,25 @@ def _arange(end: int, device: torch.device) -> Int64[Tensor, " end"]:
     return torch.arange(end, device=device)
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Where the rows of each expert end."""
+
+    ends: Int32[Tensor, " experts"]
+
+    @cached_property
+    def splits(self) -> Int64[Tensor, " experts"]:
+        """On the host, copied once for both products."""
+        return self.ends[:-1].cpu().long()
+
+
 def _grouped_linear(
-    rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], ends: Int32[Tensor, " experts"]
+    rows: Float[Tensor, "pairs width"], weights: Float[Tensor, "experts out width"], runs: _Runs
 ) -> Float[Tensor, "pairs out"]:
     """Each run of rows times the weights of its expert, in one call where torch supports it."""
     if _can_group(rows.device.type, rows.dtype, weights.shape[1:]):
-        return grouped_mm(rows, weights.transpose(-2, -1), offs=ends)
-    parts = rows.tensor_split(ends[:-1].cpu().long())
+        return grouped_mm(rows, weights.transpose(-2, -1), offs=runs.ends)
+    parts = rows.tensor_split(runs.splits)
     return torch.cat([linear(part, weight) for part, weight in zip(parts, weights, strict=True)])
 
 

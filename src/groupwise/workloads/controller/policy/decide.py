@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 
+from groupwise.core.transfer import send
 from groupwise.workloads.controller.conditions import ConditionIndices, Conditions
 from groupwise.workloads.controller.model.executor import PrefixStates
 from groupwise.workloads.controller.model.knobs import KnobOptions, Knobs
@@ -50,35 +51,35 @@ class Controller:
         distinct, of_row = rows.unique(return_inverse=True)
         feasible, questions = to_decision_order(conditions.feasible(distinct))[of_row], conditions.question_of(rows)
         embeddings, overviews = self._see(conditions.question_of(distinct))
-        budget, shared = self._encode_budgets(conditions, distinct), of_row.to(self.device)
+        budget, shared = self._encode_budgets(conditions, distinct), send(of_row, self.device)
         taken: list[Tensor] = []
         columns: list[tuple[Tensor, Tensor, Tensor]] = []
 
         def choose(logits: Tensor) -> None:
             options = allowed_options(feasible, taken)
-            logp = masked_log_softmax(logits, options.to(self.device))
+            logp = masked_log_softmax(logits, send(options, self.device))
             choice = selector(DECISION_ORDER[len(taken)], logp)
             entropy = -(logp.exp() * logp).sum(-1)
-            columns.append((logp.gather(1, choice.to(self.device)[:, None])[:, 0], entropy, options.sum(1) > 1))
+            columns.append((logp.gather(1, send(choice, self.device)[:, None])[:, 0], entropy, options.sum(1) > 1))
             taken.append(choice)
 
         for logits in self.policy.stage_one(embeddings, overviews, budget):
             choose(logits.index_select(0, shared))
         tokens, prefix = self.hidden_states.latency_tokens(questions, taken[0], taken[1])
-        top_k, blocks = self.policy.stage_two(tokens.to(self.device), taken[1].to(self.device), budget, shared)
+        top_k, blocks = self.policy.stage_two(send(tokens, self.device), send(taken[1], self.device), budget, shared)
         choose(blocks)
         choose(top_k)
         choices, logp, entropy, has_choice = (
             torch.stack([column[decision] for decision in DECISION_ORDER], dim=1)
             for column in (taken, *zip(*columns, strict=True))
         )
-        return ChosenKnobs(choices, logp, entropy, has_choice.to(self.device), prefix)
+        return ChosenKnobs(choices, logp, entropy, send(has_choice, self.device), prefix)
 
     def configuration_logp(
         self, conditions: Conditions, rows: ConditionIndices
     ) -> Float[Tensor, "rows tiers positions top_ks blocks"]:
         """The log-prob of every configuration: the sum over its four decisions."""
-        feasible, questions = conditions.feasible(rows).to(self.device), conditions.question_of(rows)
+        feasible, questions = send(conditions.feasible(rows), self.device), conditions.question_of(rows)
         _, tiers, positions, _, _ = feasible.shape
         budget = self._encode_budgets(conditions, rows)
         tier, position = self.policy.stage_one(*self._see(questions), budget)
@@ -89,7 +90,7 @@ class Controller:
             [questions[row] for row in row_index.tolist()], tier_index, position_index
         )
         stage_two = self.policy.stage_two(
-            tokens.to(self.device), position_index.to(self.device), budget, row_index.to(self.device)
+            send(tokens, self.device), send(position_index, self.device), budget, send(row_index, self.device)
         )
         top_k, blocks = (logits.view(len(rows), tiers, positions, -1) for logits in stage_two)
         tier_logp = masked_log_softmax(tier, feasible.flatten(2).any(2))
@@ -102,11 +103,11 @@ class Controller:
 
     def _see(self, questions: Sequence[Question]) -> tuple[Tensor, Tensor | None]:
         """What stage one knows of each question: its words, and the overview if it may look."""
-        overviews = self.hidden_states.overviews(questions).to(self.device) if self.policy.sees_overview else None
-        return self.hidden_states.question_embeddings(questions).to(self.device), overviews
+        overviews = send(self.hidden_states.overviews(questions), self.device) if self.policy.sees_overview else None
+        return send(self.hidden_states.question_embeddings(questions), self.device), overviews
 
     def _encode_budgets(self, conditions: Conditions, rows: ConditionIndices) -> Float[Tensor, "rows encoded"]:
-        return self.policy.encoder(conditions.relative_budget[rows].float().to(self.device))
+        return self.policy.encoder(send(conditions.relative_budget[rows].float(), self.device))
 
 
 def to_decision_order(tables: Shaped[Tensor, "rows tiers positions top_ks blocks"]) -> Shaped[Tensor, "rows ..."]:
@@ -118,8 +119,9 @@ def sample_option(uniforms: Float[Tensor, "rows 4"]) -> Selector:
     """Sample by inverse CDF with the given uniform numbers, one per decision."""
 
     def select(decision: int, logp: Tensor) -> Tensor:
-        below = logp.detach().cpu().double().exp().cumsum(1) <= uniforms[:, decision, None]
-        possible = logp.detach().cpu().exp() > 0
+        on_host = logp.detach().cpu()
+        below = on_host.double().exp().cumsum(1) <= uniforms[:, decision, None]
+        possible = on_host.exp() > 0
         last = possible.shape[1] - 1 - possible.flip(1).int().argmax(1)  # rounding may leave the sum below the number
         return torch.minimum(below.sum(1), last)
 

@@ -15,7 +15,6 @@ from groupwise.workloads.controller.model.executor import (
     PrefixStates,
     PromptKey,
     image_key,
-    mean_embedding,
 )
 from groupwise.workloads.controller.task import Question
 
@@ -49,10 +48,11 @@ class HiddenStateCache:
     @torch.no_grad()
     def question_embeddings(self, questions: Sequence[Question]) -> Float[Tensor, "rows width"]:
         """The mean embedding of each question's tokens: known before a tier is chosen."""
-        for question in questions:
-            ids = question.sample.question_ids
-            if ids not in self._embeddings:
-                self._embeddings[ids] = mean_embedding(self.executor.adapter.embed(torch.tensor(ids)))
+        new = {question.sample.question_ids for question in questions} - self._embeddings.keys()
+        if new:
+            embed = self.executor.adapter.embed
+            means = torch.stack([embed(torch.tensor(ids)).mean(0, dtype=torch.float32) for ids in new]).cpu()
+            self._embeddings |= dict(zip(new, means.unbind(), strict=True))
         return torch.stack([self._embeddings[question.sample.question_ids] for question in questions])
 
     def overviews(self, questions: Sequence[Question]) -> Float[Tensor, "rows pixels"]:
@@ -87,7 +87,8 @@ class HiddenStateCache:
             del states
             # Copied only now: long-lived tensors among the large ones of a pass would fragment the heap. A copy made
             # outside inference mode can take part in autograd.
-            self._latency_tokens |= {key: tokens.cpu().float().clone() for key, tokens in tokens_by_key.items()}
+            on_host = torch.stack(list(tokens_by_key.values())).cpu().float()
+            self._latency_tokens |= {key: tokens.clone() for key, tokens in zip(tokens_by_key, on_host, strict=True)}
         rows = zip(questions, tiers.tolist(), positions.tolist(), strict=True)
         tokens = [
             self._latency_tokens[question.sample.name, tier_names[tier]][position] for question, tier, position in rows

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor, nn
 
+from groupwise.core.transfer import send
 from groupwise.workloads.flow.sampling.encoding_store import EncodingStore
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 
@@ -92,7 +93,9 @@ class GuidedVelocity:
 
     def select(self, rows: Int64[Tensor, " some"]) -> GuidedVelocity:
         """The velocity for these rows only, in this order."""
-        return replace(self, conditioning={name: column[rows] for name, column in self.conditioning.items()})
+        rows_on = {column.device: send(rows, column.device) for column in self.conditioning.values()}
+        columns = {name: column[rows_on[column.device]] for name, column in self.conditioning.items()}
+        return replace(self, conditioning=columns)
 
     @cached_property
     def _positive_inputs(self) -> Conditioning:

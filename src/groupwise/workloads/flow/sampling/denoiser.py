@@ -16,6 +16,7 @@ from torch import Tensor
 
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import normal
+from groupwise.core.transfer import send
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, window_at
 from groupwise.workloads.flow.sampling.steppers import (
     STEPPERS,
@@ -104,22 +105,24 @@ class Denoiser:
         """
         if shared is not None:
             first_rows, index = first_row_of_each(shared)
-            once = self.transition(latents[first_rows], velocity.select(first_rows), steps[first_rows])
-            return replace(once, mean=once.mean[index], std=once.std[index])
+            own_rows, own_index = send(first_rows, latents.device), send(index, latents.device)
+            once = self.transition(latents[own_rows], velocity.select(own_rows), steps[first_rows])
+            return replace(once, mean=once.mean[own_index], std=once.std[own_index])
         levels = torch.tensor(self.levels)
-        sigma, sigma_next = levels[steps].to(latents), levels[steps + 1].to(latents)
+        sigma, sigma_next = (send(levels[at].to(latents.dtype), latents.device) for at in (steps, steps + 1))
         interval = NoiseInterval(sigma, sigma_next, self.config.eta, float(levels[1]))
         return STEPPERS[self.config.stepper](latents, velocity(latents, sigma), interval)
 
     def predict_clean(self, latents: Tensor, velocity: Velocity, steps: Tensor) -> Tensor:
         """The clean latents that the policy predicts before these steps: x - sigma velocity."""
-        sigma = torch.tensor(self.levels)[steps].to(latents)
+        sigma = send(torch.tensor(self.levels)[steps].to(latents.dtype), latents.device)
         return latents - sigma.view(-1, *[1] * (latents.ndim - 1)) * velocity(latents, sigma)
 
     def _deterministic(self, latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
         for step in steps:
             sigma, sigma_next = (
-                torch.full((len(latents),), level).to(latents) for level in self.levels[step : step + 2]
+                torch.full((len(latents),), level, device=latents.device).to(latents.dtype)
+                for level in self.levels[step : step + 2]
             )
             latents = ode(latents, velocity(latents, sigma), NoiseInterval(sigma, sigma_next, 0.0, 0.0)).mean
         return latents
@@ -127,7 +130,8 @@ class Denoiser:
     def _noise(self, rows: RolloutRows, member: Tensor, decision: int) -> Tensor:
         elements = torch.arange(torch.Size(self.latent_shape).numel())
         keys = (rows.seed, rows.step, rows.group[:, None], member[:, None])
-        return normal(*keys, decision, elements).view(len(rows), *self.latent_shape).float().to(self.device)
+        noise = normal(*keys, decision, elements).view(len(rows), *self.latent_shape).float()
+        return send(noise, self.device)
 
 
 def first_row_of_each(numbers: Int64[Tensor, " rows"]) -> tuple[Int64[Tensor, " distinct"], Int64[Tensor, " rows"]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from groupwise.core.transfer import send
 from groupwise.workloads.flow.models.base import Conditioning, FlowModel
 from groupwise.workloads.flow.task import Condition
 
@@ -37,4 +38,4 @@ class ConditioningCache:
         unused = [(index, conditioning) for index, conditioning in self._cached.items() if index not in used]
         self._cached = dict([*unused, *used.items()][-self._max_cached :])
         names = next(iter(used.values()))
-        return {name: torch.stack([used[index][name] for index in indices]).to(device) for name in names}
+        return {name: send(torch.stack([used[index][name] for index in indices]), device) for name in names}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d
 
 from groupwise.core.errors import UserError
+from groupwise.core.transfer import send
 from groupwise.workloads.controller.config import OVERVIEW_SIDE
 from groupwise.workloads.controller.model.adapters.experts import expert_module, mark_router_rules, router_of
 from groupwise.workloads.controller.model.images import CropShape, ImageNormalization, LazyCrops, Sides, SourceImage
@@ -196,7 +197,7 @@ class TextModelMixin:
         return self.embedding.weight.device
 
     def embed(self, tokens: Tensor) -> Tensor:
-        return self._scale(self.embedding(tokens.to(self.device)))
+        return self._scale(self.embedding(send(tokens, self.device)))
 
     def _scale(self, states: Tensor) -> Tensor:
         return states if self._embedding_scale is None else states * self._embedding_scale
@@ -207,7 +208,7 @@ class TextModelMixin:
     def rotary(self, position_ids: Tensor, layer_type: str | None = None) -> Rotary:
         like = self.embedding.weight[None, :1]
         by_type = {} if layer_type is None else {"layer_type": layer_type}
-        return self.text.rotary_emb(like, self._rotary_position_ids(position_ids.to(self.device)), **by_type)
+        return self.text.rotary_emb(like, self._rotary_position_ids(send(position_ids, self.device)), **by_type)
 
     def _rotary_position_ids(self, position_ids: Tensor) -> Tensor:
         """As the rotary embedding takes them."""

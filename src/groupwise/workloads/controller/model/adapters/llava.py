@@ -11,6 +11,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.core.transfer import send
 from groupwise.workloads.controller.model.adapters.base import (
     Encoded,
     Prompt,
@@ -57,7 +58,7 @@ class LlavaAdapter(TextModelMixin):
     def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
         overviews = {id(sample.crops_by_tier): sample.crops_by_tier[tier][:1] for sample, tier in inputs}
         details = {(id(sample.crops_by_tier), tier): sample.crops_by_tier[tier][1:] for sample, tier in inputs}
-        pixels = torch.cat([*overviews.values(), *details.values()]).to(self.device)
+        pixels = send(torch.cat([*overviews.values(), *details.values()]), self.device)
         features = self.model.get_image_features(pixel_values=pixels, **self._feature_choice).pooler_output
         features = features if isinstance(features, Tensor) else torch.stack(list(features))
         counts = [len(crops) for crops in (*overviews.values(), *details.values())]
@@ -152,7 +153,7 @@ class LlavaNextAdapter(LlavaAdapter):
 
     def encode(self, inputs: Sequence[tuple[Sample, str]], texts: Mapping[str, Tensor] | None = None) -> Encoded:
         images = {(id(sample.crops_by_tier), tier): sample.crops_by_tier for sample, tier in inputs}
-        pixels = torch.cat([crops[tier] for (_, tier), crops in images.items()]).to(self.device)
+        pixels = send(torch.cat([crops[tier] for (_, tier), crops in images.items()]), self.device)
         sizes = [self._grid_pixels(crop_shapes(crops)[tier]) for (_, tier), crops in images.items()]
         output = self.model.get_image_features(
             pixel_values=pixels, image_sizes=torch.tensor(sizes, device=self.device), **self._feature_choice

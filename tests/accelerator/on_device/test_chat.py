@@ -1,0 +1,107 @@
+"""Chat on the device: shared prompts, ties, precision, and how often the host waits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tiny.llama import llama, make_model, ragged_prompts, rows_for
+
+from accelerator.steps import small_recipe
+from groupwise.dist.devices import move_module
+from groupwise.training.loop import train_step
+from groupwise.training.preflight import _tied_weights_are_one, preflight
+from groupwise.training.setup import set_up
+from groupwise.workloads.chat.config import STOP_CHECK_STEPS, PolicyConfig, SamplingParams
+from groupwise.workloads.chat.engine.generate import generate
+from groupwise.workloads.chat.engine.packing import packed_kernel
+from groupwise.workloads.chat.engine.policy import make_policy
+from groupwise.workloads.chat.engine.score import score
+
+SAMPLING = SamplingParams(max_new_tokens=20, stop_token_ids=(5, 9, 11))
+PROMPTS, OF_ROW = ragged_prompts(3), [0, 0, 1, 1, 2, 2]
+
+
+def policy_on(device, **settings):
+    torch.manual_seed(0)
+    model = make_model(llama(tie_word_embeddings=True))
+    return make_policy(move_module(model, device), PolicyConfig("tiny", **settings))
+
+
+def complete(policy, **changes):
+    return generate(policy, PROMPTS, OF_ROW, rows_for(3, 2), replace(SAMPLING, **changes), decode_rows=4)
+
+
+def gradients(policy, completions):
+    policy.zero_grad(set_to_none=True)
+    scores = score(policy, PROMPTS, OF_ROW, completions, SAMPLING)
+    (scores.logp.sum() + 0.1 * scores.entropy.sum()).backward()
+    return scores, {name: weight.grad.cpu() for name, weight in policy.named_parameters()}
+
+
+@pytest.mark.parametrize("forward", ["shared_prefix", "plain"])
+@pytest.mark.parametrize("changes", [{}, {"top_k": 7, "temperature": 0.8}])
+def test_completions_and_gradients_are_those_of_the_cpu(device, forward, changes):
+    here, there = (policy_on(where, forward=forward, reference="copy") for where in (torch.device("cpu"), device))
+    assert there.shares_prefix == (forward == "shared_prefix")
+    expected, actual = complete(here, **changes), complete(there, **changes)
+    assert [completion.ids for completion in actual] == [completion.ids for completion in expected]
+    assert [completion.stopped for completion in actual] == [completion.stopped for completion in expected]
+    assert len({len(completion) for completion in actual}) > 1  # some rows end between two looks
+    if not changes:
+        (scores, computed), (wanted_scores, wanted) = gradients(there, expected), gradients(here, expected)
+        torch.testing.assert_close(scores.logp, wanted_scores.logp, rtol=1e-4, atol=1e-5)
+        assert computed.keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(computed[name], gradient, rtol=1e-3, atol=1e-4 * float(gradient.abs().max()))
+
+
+def test_head_and_embedding_are_one_weight_in_policy_and_reference(device):
+    policy = policy_on(device, reference="copy")
+    for model in (policy.model, policy.reference_model):
+        assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert [check.passed for check in _tied_weights_are_one(policy)] == [True]
+    apart = torch.nn.Parameter(policy.model.get_output_embeddings().weight.detach().clone())
+    policy.model.get_output_embeddings().weight = apart
+    (check,) = _tied_weights_are_one(policy)
+    assert not check.passed
+    assert "move_module" in check.detail
+
+
+def test_the_host_waits_once_in_a_block_of_tokens_and_twice_in_a_training_pass(device, counters):
+    policy = policy_on(device)
+    counters.reset_counters()
+    completions = generate(policy, PROMPTS, OF_ROW, rows_for(3, 2), SAMPLING, decode_rows=6)
+    steps = max(map(len, completions))
+    assert counters.counters()["host_syncs"] <= 3 + -(-steps // STOP_CHECK_STEPS)  # first tokens, two copies at the end
+    counters.reset_counters()
+    gradients_of = score(policy, PROMPTS, OF_ROW, completions, SAMPLING)
+    gradients_of.logp.sum().backward()
+    assert counters.counters()["host_syncs"] <= 2
+
+
+def test_a_step_of_the_recipe_waits_a_few_times_and_its_preflight_names_the_kernel(device, counters):
+    setup = set_up(small_recipe("chat", device=device.type))
+    checks = {check.name: check for check in preflight(setup)}
+    assert all(check.passed for check in checks.values())
+    assert packed_kernel(device).name == "products"
+    assert "matrix products" in checks["note"].detail
+    counters.reset_counters()
+    metrics = train_step(setup).metrics
+    waits = counters.counters()["host_syncs"]
+    assert waits < 30
+    assert metrics["host_syncs"] <= waits
+
+
+@pytest.mark.device
+def test_ratio_is_one_in_bfloat16_with_weights_gradients_and_optimizer_in_float32(device):
+    config = small_recipe("chat", device=device.type)
+    policy = replace(config.workload.policy, dtype="bfloat16")
+    setup = set_up(replace(config, workload=replace(config.workload, policy=policy)))
+    ratio = next(check for check in preflight(setup) if check.name.startswith("ratio"))
+    assert ratio.passed, ratio.detail
+    metrics = train_step(setup).metrics
+    assert metrics["ratio_max"] == pytest.approx(1, abs=0.05)
+    assert metrics["ratio_min"] == pytest.approx(1, abs=0.05)
+    state = setup.state.optimizer.state
+    assert {weight.dtype for weight in setup.state.trainable} == {torch.float32}
+    assert {moment.dtype for moments in state.values() for moment in (moments["exp_avg"],)} == {torch.float32}
