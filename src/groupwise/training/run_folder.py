@@ -89,11 +89,12 @@ class RunFolder:
             ) from error
         try:
             self.refuse_other_run(resume=resume)
-        except UserError:
+            self.predecessor, owner = self._owner(), Owner.current()
+            self.write(_OWNER, asdict(owner))
+        except (UserError, OSError):
             self.release()
             raise
-        self.predecessor, self._own = self._owner(), Owner.current()
-        self.write(_OWNER, asdict(self._own))
+        self._own = owner
 
     def refuse_other_run(self, *, resume: bool) -> None:
         """Refuse a folder that holds a run, unless it is to be continued. Nothing is written."""
