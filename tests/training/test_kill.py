@@ -1,10 +1,15 @@
 """Kill -9 at any moment, resume, and the run is bit-identical to the one that was not killed."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
-from processes import groupwise, kill, start, wait_for_steps
+from processes import ENVIRONMENT, TESTS, groupwise, kill, start, wait_for_steps
 
 from groupwise.core.files import read_jsonl
 
@@ -39,6 +44,8 @@ def test_killed_in_mid_step_and_while_writing_then_resumed(tmp_path, unbroken):
         kill(process)
     ended = groupwise(*arguments)
     assert ended.returncode == 0, ended.stderr
+    assert f"The last run here (process {process.pid} on" in ended.stderr
+    assert "ended without a word after step" in ended.stderr
     assert result_of(tmp_path) == unbroken
 
 
@@ -68,3 +75,27 @@ def test_two_runs_never_share_a_folder_and_a_killed_one_leaves_it_free(tmp_path)
     kill(process)
     ended = groupwise(*arguments)
     assert ended.returncode == 0, ended.stderr
+
+
+def killed(recipe: str, folder: Path, kills: int, *, seconds: float) -> dict:
+    ended = subprocess.run(
+        [sys.executable, TESTS / "kills.py", recipe, folder, str(kills)],
+        env={**ENVIRONMENT, "PYTHONPATH": f"{ENVIRONMENT['PYTHONPATH']}{os.pathsep}{TESTS.parent}"},
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return json.loads(ended.stdout)
+
+
+def test_an_embedded_recipe_survives_five_kills(tmp_path):
+    assert killed("controller", tmp_path, 5, seconds=170)["same"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("recipe", ["chat", "controller", "flow"])
+def test_embedded_recipes_survive_25_kills(tmp_path, recipe):
+    assert killed(recipe, tmp_path, 25, seconds=1700)["same"]

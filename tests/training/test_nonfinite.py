@@ -138,6 +138,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_by_both(tmp_path):
     assert len(set(ends)) == 1, "the ranks have different weights"
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_on_one_rank_stops_both_with_one_paragraph(tmp_path):
     program = ["-m", "groupwise", "train", "faulty:recipe", "--run-dir", tmp_path, "--workload.fault", "logp"]
     ended = on_ranks(2, [*program, "--workload.rank", "1"])

@@ -39,10 +39,23 @@ PLACEMENT_ALIASES = {
 }
 _NO_BUGS = {
     getattr(errno, name)
-    for name in ["ENAMETOOLONG", "EACCES", "EPERM", "ENOSPC", "EDQUOT", "EROFS", "ELOOP", "EISDIR", "ENOTDIR"]
+    for name in [
+        "ENAMETOOLONG",
+        "EACCES",
+        "EPERM",
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EIO",
+        "EFBIG",
+        "ELOOP",
+        "EISDIR",
+        "ENOTDIR",
+    ]
     if hasattr(errno, name)
 }
 """Errors of the operating system about paths, rights and disks, which a user can mend."""
+_DISK_FAULTS = (errno.ENOSPC, errno.EIO, errno.EFBIG)
 _FLAG_OF_ALIAS = {alias: flag for flag, aliases in ALIASES.items() for alias in aliases}
 
 HELP = f"""\
@@ -135,7 +148,8 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
 def _message_for_user(error: Exception) -> str | None:
     """What the user can do about an error; None for a bug, whose traceback is shown."""
     if isinstance(error, OSError) and error.errno in _NO_BUGS and error.filename is not None:
-        return f"{error.filename} cannot be used: {error.strerror}."
+        remedy = " What was complete is kept; --resume continues." if error.errno in _DISK_FAULTS else ""
+        return f"{error.filename} cannot be used: {error.strerror}.{remedy}"
     return str(error) if isinstance(error, UserError) else None
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def write_atomic(path: Path, content: bytes) -> None:
 
 def write_synced(path: Path, content: bytes) -> None:
     """Write a new file and wait until the disk has it."""
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+    with _named_errors(path), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -71,9 +72,21 @@ def sync_file(path: Path) -> None:
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW)
     try:
-        os.fsync(descriptor)
+        with _named_errors(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def _named_errors(path: Path) -> Iterator[None]:
+    """The system does not say which file it could not write."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
 
 
 def open_regular(path: Path, *, max_bytes: int | None = None) -> io.BufferedReader:
@@ -165,7 +178,7 @@ def read_log(path: Path, warn: Callable[[str], None] = ignore_message) -> Iterat
 
 def append_jsonl(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | _NO_FOLLOW, 0o666)
-    with open(descriptor, "a", encoding="utf-8") as file:
+    with _named_errors(path), open(descriptor, "a", encoding="utf-8") as file:
         file.writelines(to_json(entry) + "\n" for entry in entries)
 
 

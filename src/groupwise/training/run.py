@@ -7,7 +7,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from groupwise.core.errors import UserError
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.trackers import Trackers
+from groupwise.training.abrupt_end import explain_abrupt_end
 from groupwise.training.checkpoint import (
     check_same_config,
     check_same_files,
@@ -132,6 +133,9 @@ def _resume(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> None:
         display.print(f"No checkpoint in {folder.path} yet: starting at step 0.")
     display.start_at(state.step)
     if comm.is_main:
+        reason = explain_abrupt_end(folder.predecessor, next(iter(folder.metrics()[-1:]), {}))
+        if reason:
+            display.warn(reason)
         folder.rewind(state.step, display.warn)
         folder.write("config.json", to_dict(config))
         if setup.monitor.plan is not None:
@@ -232,9 +236,12 @@ class StepLog:
     def _save_complete_steps(self, error: Exception) -> None:
         state = self._setup.state
         if self._setup.comm.is_main:
-            self._folder.write_traceback(error)
+            with suppress(OSError):  # a full disk must not hide what ended the run
+                self._folder.write_traceback(error)
             if isinstance(error, NonfiniteError):
                 self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
+        if isinstance(error, OSError):
+            return  # the disk refuses what this would write
         if state.step and state.updates == self._complete_updates:
             self._write_checkpoint()  # without a barrier: other ranks may not have failed
 

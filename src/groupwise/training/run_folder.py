@@ -6,7 +6,8 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from groupwise.core.files import (
     write_atomic,
 )
 from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
+from groupwise.training.abrupt_end import oom_kills
 from groupwise.workloads.checkpoint_files import newest_first
 
 METRICS, SAMPLES, OLDER_SAMPLES = "metrics.jsonl", "samples.jsonl", "samples.1.jsonl"
@@ -44,10 +46,14 @@ class Owner:
     host: str
     launcher: str
     job_id: str
+    oom_kills: int
+    """Of the kernel before the run started."""
+    ended: bool = False
+    """Whether it has left the folder in order, be it after an error."""
 
     @staticmethod
     def current() -> Owner:
-        return Owner(os.getpid(), socket.gethostname(), launcher_identity(), rendezvous_id())
+        return Owner(os.getpid(), socket.gethostname(), launcher_identity(), rendezvous_id(), oom_kills())
 
 
 def reward_of(entry: Mapping[str, Any]) -> float | None:
@@ -63,6 +69,9 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock = FileLock(path / ".lock", blocking=False)
+        self._own: Owner | None = None
+        self.predecessor: dict[str, Any] = {}
+        """Who held the folder before this process."""
 
     def lock(self, *, resume: bool) -> None:
         """Reserve the folder for this process. Refuse one that holds another run, is in use, or cannot be written."""
@@ -80,10 +89,12 @@ class RunFolder:
             ) from error
         try:
             self.refuse_other_run(resume=resume)
-        except UserError:
+            self.predecessor, owner = self._owner(), Owner.current()
+            self.write(_OWNER, asdict(owner))
+        except (UserError, OSError):
             self.release()
             raise
-        self.write(_OWNER, asdict(Owner.current()))
+        self._own = owner
 
     def refuse_other_run(self, *, resume: bool) -> None:
         """Refuse a folder that holds a run, unless it is to be continued. Nothing is written."""
@@ -94,6 +105,10 @@ class RunFolder:
             )
 
     def release(self) -> None:
+        if self._own is not None:
+            with suppress(OSError):  # a full disk must not hide what ended the run
+                self.write(_OWNER, asdict(replace(self._own, ended=True)))
+            self._own = None
         self._lock.release()
 
     def is_of_this_job(self) -> bool:
