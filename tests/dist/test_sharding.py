@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 WORKER = Path(__file__).parent / "shard_worker.py"
 ALL = ("chat", "controller", "flow", "idle", "chat lora", "chat plain", "flow by steps")
-QUICK = ("chat", "controller", "flow", "idle")
+QUICK = ("chat", "controller", "flow", "idle", "oom forward", "oom backward")
 
 
 def run_steps(folder, names, placements, ranks):
@@ -42,6 +42,14 @@ def two_ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", QUICK)
 def test_two_ranks_make_the_same_run_as_one_process(two_ranks, name):
     check_same_run(two_ranks[1][f"{name} shuffled"], two_ranks[2][f"{name} shuffled"], 2)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_a_rank_without_memory_in_a_block_makes_all_ranks_repeat_with_half(two_ranks, stage):
+    """The other rank waits in a collective of the next block when it happens."""
+    name = f"oom {stage} shuffled"
+    assert two_ranks[1][name]["rows_per_pass"] == [2, 2, 2]
+    assert two_ranks[2][name]["rows_per_pass"] == [1, 1, 1]
 
 
 @pytest.fixture(scope="module")

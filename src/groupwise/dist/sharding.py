@@ -102,7 +102,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
             setattr(module, _WHOLE, True)
         yield
     except BaseException:
-        modules[0].reset_iter_state()
+        _reset(model)
         raise
     finally:
         for module in modules:
@@ -117,8 +117,7 @@ def passes_in_step(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if isinstance(model, FSDPModule):
-            model.reset_iter_state()
+        _reset(model)
         raise
     finally:
         reshard(model)
@@ -197,6 +196,21 @@ def _unshard_root(model: nn.Module) -> None:
     """Weights outside of blocks, which a pass expects to be whole."""
     if isinstance(model, FSDPModule):
         model.unshard()
+
+
+def _reset(model: nn.Module) -> None:
+    """After an error in a forward or backward pass: as before it, without gradients of whole weights.
+
+    torch's own reset leaves those that were not summed yet, and the next backward pass would add to them.
+    """
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+    for module in _sharded_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for weight in group.fsdp_params:
+                weight.unsharded_accumulated_grad = None
+                if hasattr(weight, "_unsharded_param"):
+                    weight._unsharded_param.grad = None
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
 from groupwise.core.files import read_json
@@ -21,7 +20,7 @@ from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_s
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
 from groupwise.workloads.chat.rewards import reward_functions
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
-from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint, read_weights
 from groupwise.workloads.lora import merge_lora
 
 
@@ -114,8 +113,7 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 @torch.no_grad()
 def _load_weights(policy: LanguageModelPolicy, checkpoint: Path) -> None:
-    ema = checkpoint / EMA_WEIGHTS
     parameters = dict(policy.named_parameters())
-    for name, tensor in load_file(ema if ema.is_file() else checkpoint / WEIGHTS).items():
+    for name, tensor in read_weights(checkpoint, ema=has_ema(checkpoint)):
         if name in parameters:
             parameters[name].copy_(tensor)
