@@ -42,6 +42,14 @@ def test_prediction_and_error_stand_beside_the_peak():
     assert {"peak", "current", "device", "host", "predicted", "utilization", "prediction_error"} == set(usage.to_dict())
 
 
+def test_on_the_cpu_libraries_that_the_first_step_loaded_are_no_error_of_the_plan():
+    """100 MiB are left after the first step, of which 100 bytes are planned weights."""
+    recorded = monitor([], on_accelerator=False)
+    for peak in (100 << 20, 120 << 20):
+        usage = recorded.record(memory(peak), rows_per_pass=4)
+        assert usage.predicted == (100 << 20) + (40 << 20)
+
+
 def test_high_utilization_is_warned_of_once_with_the_remedy():
     warnings = []
     recorded = monitor(warnings)

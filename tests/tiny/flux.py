@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
@@ -11,9 +12,24 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from tiny.wan import WORDS, tiny_tokenizer
 
 
-def save_tiny_flux(folder: Path, *, guidance_embeds: bool = True) -> Path:
-    """Latents of 4 channels at half the size; the schedule depends on the size, as in the released pipelines."""
+def save_tiny_flux(folder: Path, **changes: Any) -> Path:
+    """Latents of 4 channels at half the size; the schedule depends on the size, as in the released pipelines.
+
+    `changes` are those of the transformer's sizes.
+    """
     torch.manual_seed(4)
+    sizes = {
+        "patch_size": 1,
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 1,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "pooled_projection_dim": 8,
+        "guidance_embeds": True,
+        "axes_dims_rope": (4, 4, 8),
+    }
     text = CLIPTextConfig(
         vocab_size=len(WORDS),
         hidden_size=8,
@@ -34,18 +50,7 @@ def save_tiny_flux(folder: Path, *, guidance_embeds: bool = True) -> Path:
             T5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
         ),
         tokenizer_2=tiny_tokenizer(512),
-        transformer=FluxTransformer2DModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=1,
-            num_single_layers=1,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            pooled_projection_dim=8,
-            guidance_embeds=guidance_embeds,
-            axes_dims_rope=(4, 4, 8),
-        ),
+        transformer=FluxTransformer2DModel(**{**sizes, **changes}),
     )
     pipeline.save_pretrained(folder)
     return folder

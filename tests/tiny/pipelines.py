@@ -21,15 +21,16 @@ from tiny.sd3 import save_tiny_sd3
 from tiny.wan import LORA, save_tiny_wan, save_tiny_wan_i2v, tiny_wan_transformer
 
 STEPS = 3
-PIPELINES: dict[str, Callable[[Path], Path]] = {
+PIPELINES: dict[str, Callable[..., Path]] = {
     "sd3": save_tiny_sd3,
     "flux-dev": save_tiny_flux,
     "flux-schnell": lambda folder: save_tiny_flux(folder, guidance_embeds=False),
     "qwen-image": save_tiny_qwen_image,
-    "wan-2.1": save_tiny_wan,
-    "wan-2.2": lambda folder: save_tiny_wan(
+    "wan-2.1": lambda folder, **sizes: save_tiny_wan(folder, transformer=tiny_wan_transformer(**sizes)),
+    "wan-2.2": lambda folder, **sizes: save_tiny_wan(
         folder,
-        transformer_2=tiny_wan_transformer(),
+        transformer=tiny_wan_transformer(**sizes),
+        transformer_2=tiny_wan_transformer(**sizes),
         boundary_ratio=0.875,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=12.0),
     ),
@@ -46,10 +47,10 @@ PIPELINES: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def save_pipeline(name: str, folder: Path) -> Path:
-    """The pipeline, an image beside it, and rows that name it."""
+def save_pipeline(name: str, folder: Path, **sizes: Any) -> Path:
+    """The pipeline, an image beside it, and rows that name it; with other sizes of its transformers."""
     torch.manual_seed(8)
-    PIPELINES[name](folder / "pipeline")
+    PIPELINES[name](folder / "pipeline", **sizes)
     pixels = np.random.default_rng(3).integers(0, 256, (16, 16, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(folder / "image.png")
     rows = [{"prompt": prompt, "video": "image.png"} for prompt in ("a cat", "a dog by the sea")]

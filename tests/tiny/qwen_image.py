@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -26,9 +27,22 @@ def byte_tokenizer() -> Qwen2TokenizerFast:
     return Qwen2TokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<end>", unk_token="<unk>")
 
 
-def save_tiny_qwen_image(folder: Path) -> Path:
-    """Latents of 4 channels at a quarter of the size; the released schedule, which ends at 0.02 before 0."""
+def save_tiny_qwen_image(folder: Path, **changes: Any) -> Path:
+    """Latents of 4 channels at a quarter of the size; the released schedule, which ends at 0.02 before 0.
+
+    `changes` are those of the transformer's sizes.
+    """
     torch.manual_seed(6)
+    sizes = {
+        "patch_size": 2,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": 2,
+        "attention_head_dim": 16,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 16,
+        "axes_dims_rope": (4, 4, 8),
+    }
     tokenizer = byte_tokenizer()
     text = {
         "vocab_size": len(tokenizer),
@@ -62,16 +76,7 @@ def save_tiny_qwen_image(folder: Path) -> Path:
         ),
         text_encoder=Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
         tokenizer=tokenizer,
-        transformer=QwenImageTransformer2DModel(
-            patch_size=2,
-            in_channels=16,
-            out_channels=4,
-            num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            axes_dims_rope=(4, 4, 8),
-        ),
+        transformer=QwenImageTransformer2DModel(**{**sizes, **changes}),
     )
     pipeline.save_pretrained(folder)
     return folder

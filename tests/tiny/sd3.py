@@ -20,9 +20,25 @@ from tiny.flux import tiny_image_vae
 from tiny.wan import LORA, WORDS, tiny_tokenizer
 
 
-def save_tiny_sd3(folder: Path) -> Path:
-    """A pipeline with two CLIP encoders and a T5, latents of 4 channels at half the size."""
+def save_tiny_sd3(folder: Path, **changes: Any) -> Path:
+    """A pipeline with two CLIP encoders and a T5, latents of 4 channels at half the size.
+
+    `changes` are those of the transformer's sizes.
+    """
     torch.manual_seed(2)
+    sizes = {
+        "sample_size": 8,
+        "patch_size": 2,
+        "in_channels": 4,
+        "num_layers": 1,
+        "attention_head_dim": 8,
+        "num_attention_heads": 2,
+        "joint_attention_dim": 32,
+        "caption_projection_dim": 16,
+        "pooled_projection_dim": 16,
+        "out_channels": 4,
+        "pos_embed_max_size": 8,
+    }
     text = CLIPTextConfig(
         vocab_size=len(WORDS),
         hidden_size=8,
@@ -37,19 +53,7 @@ def save_tiny_sd3(folder: Path) -> Path:
     )
     t5 = T5Config(vocab_size=len(WORDS), d_model=32, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     pipeline = StableDiffusion3Pipeline(
-        transformer=SD3Transformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=4,
-            num_layers=1,
-            attention_head_dim=8,
-            num_attention_heads=2,
-            joint_attention_dim=32,
-            caption_projection_dim=16,
-            pooled_projection_dim=16,
-            out_channels=4,
-            pos_embed_max_size=8,
-        ),
+        transformer=SD3Transformer2DModel(**{**sizes, **changes}),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=tiny_image_vae(),
         text_encoder=CLIPTextModelWithProjection(text),

@@ -9,7 +9,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.units import format_bytes
 from groupwise.memory.measure import MemoryUsage
 from groupwise.memory.plan import MemoryModel, MemoryPlan, make_plan
-from groupwise.memory.stages import StepSpec
+from groupwise.memory.stages import StageBytes, StepSpec
 
 FULL, EMPTY = 0.9, 0.4
 _MIN_STEPS = 3
@@ -40,8 +40,11 @@ class Monitor:
         self._steps += 1
         if self._model is not None:
             shape = replace(self._spec.shape, rows_per_pass=rows_per_pass)
-            peak = self._model.predict(replace(self._spec, shape=shape)).peak
-            memory = replace(memory, predicted=self._base_bytes + peak)
+            planned = self._model.predict(replace(self._spec, shape=shape))
+            if self._steps == 1 and not self._on_accelerator:
+                # resident memory: libraries and data count, too, which come with the workload and the first step
+                self._base_bytes = max(0, memory.current - _kept_bytes(planned))
+            memory = replace(memory, predicted=self._base_bytes + planned.peak)
         if memory.utilization > FULL:
             self._warn_once("full", f"{_describe(memory)}: the next long rollout may not fit. {self._safer()}")
         elif memory.utilization < EMPTY and self._steps >= _MIN_STEPS and self._on_accelerator:
@@ -69,6 +72,12 @@ class Monitor:
         if reason not in self._warned:
             self._warned.add(reason)
             self._warn(text)
+
+
+def _kept_bytes(planned: StageBytes) -> int:
+    """Planned bytes that are still there after a step."""
+    kept = ("weights", "gradients", "optimizer", "reference", "EMA weights")
+    return sum(planned.update.get(name, 0) for name in kept)
 
 
 def _describe(memory: MemoryUsage) -> str:

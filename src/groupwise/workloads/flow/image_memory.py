@@ -67,6 +67,12 @@ class ImageArchitecture:
     dual_attention_blocks: int = 0
     """Double blocks with a second attention of the image alone (Stable Diffusion 3.5 medium)."""
     has_qk_norm: bool = True
+    position_side: int = 0
+    """Of the table of Stable Diffusion 3's position embeddings."""
+
+    @property
+    def fixed_numbers(self) -> int:
+        return self.position_side**2 * self.width
 
     @property
     def parameters(self) -> int:
@@ -147,6 +153,10 @@ class ImageArchitecture:
     def forward_bytes(self, part: str, number: int) -> int:
         return self._largest(part, number, "forward")
 
+    def text_bytes(self, part: str, number: int, *, checkpointing: bool) -> tuple[int, int]:
+        """None: text is among the tokens."""
+        return 0, 0
+
     def _largest(self, part: str, number: int, field: str) -> int:
         return int(max(getattr(traced, field) for traced in self._traced(part, number).values()) * self.width)
 
@@ -191,4 +201,5 @@ def image_architecture(content: Mapping[str, Any], source: str = "The config") -
         has_guidance=model == "flux" and bool(content.get("guidance_embeds")),
         dual_attention_blocks=len(content.get("dual_attention_layers") or ()),
         has_qk_norm=model != "sd3" or content.get("qk_norm") is not None,
+        position_side=content.get("pos_embed_max_size", 96) if model == "sd3" else 0,
     )

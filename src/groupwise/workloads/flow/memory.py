@@ -36,6 +36,11 @@ class Architecture(Protocol):
         """Of all blocks."""
         ...
 
+    @property
+    def fixed_numbers(self) -> int:
+        """Of tables that are not parameters, such as position embeddings."""
+        ...
+
     def trained_params(self, part: str, rank: int) -> int: ...
 
     def tokens(self, latent: tuple[int, ...], text_tokens: int) -> int:
@@ -60,6 +65,10 @@ class Architecture(Protocol):
 
     def forward_bytes(self, part: str, number: int) -> int:
         """At the peak of a pass without gradients."""
+        ...
+
+    def text_bytes(self, part: str, number: int, *, checkpointing: bool) -> tuple[int, int]:
+        """Of a token of text that is only attended to, in an update: in the graph of each pass, and once."""
         ...
 
 
@@ -87,6 +96,8 @@ _TRACED = {
     ("all", 4): BlockBytes((93.2, 8.0), (16.0, 4.0), (109.2, 12.0), 57.0, 17.2),
 }
 """By what is trained, and by the bytes of a number in the frozen layers. Adapters get their inputs in float32."""
+_TRACED_TEXT = {("lora", 2): 16, ("lora", 4): 13, ("camera", 2): 4, ("camera", 4): 8, ("recam", 4): 8, ("all", 4): 13}
+"""Bytes of a token of text in a block, per number of the width: its keys and values, and what made them."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,10 @@ class WanArchitecture:
     @property
     def blocks_params(self) -> int:
         return self.layers * self.block_params
+
+    @property
+    def fixed_numbers(self) -> int:
+        return 0  # those of rotary positions are small
 
     @property
     def _image_params(self) -> int:
@@ -194,6 +209,12 @@ class WanArchitecture:
         attention, feed_forward = (traced.attention, 0.0), (traced.feed_forward, 2.0 * number)
         return max(self._bytes(attention), self._bytes(feed_forward))
 
+    def text_bytes(self, part: str, number: int, *, checkpointing: bool) -> tuple[int, int]:
+        """Its embedding, and its keys and values in all blocks, or in the one that is recomputed."""
+        block = self.width * (_TRACED_TEXT.get((part, number)) or _TRACED_TEXT[part, 4])
+        embedding = self.width * number
+        return (embedding, block) if checkpointing else (embedding + self.layers * block, 0)
+
     def _bytes(self, coefficients: tuple[float, float]) -> int:
         return int(coefficients[0] * self.width + coefficients[1] * self.ffn_dim)
 
@@ -253,8 +274,12 @@ class FlowMemory:
     @property
     def tokens(self) -> int:
         """Of one row in one pass through the model."""
-        together = 2 if self.guided and self.guided_together else 1
-        return together * self.model.tokens(self.latent, self.text_tokens)
+        return self._together * self.model.tokens(self.latent, self.text_tokens)
+
+    @property
+    def _together(self) -> int:
+        """Prompts of a row in one pass."""
+        return 2 if self.guided and self.guided_together else 1
 
     @property
     def graphs(self) -> int:
@@ -273,9 +298,10 @@ class FlowMemory:
 
     def _weights(self) -> WeightBytes:
         parameters, number = self.transformers * self.model.parameters, self.dtype_bytes
+        fixed = self.transformers * self.model.fixed_numbers
         trained = self.transformers * self.model.trained_params(self.part, self.lora_rank)
         wide = number if self.part == "all" else 4
-        frozen = parameters if self.part == "lora" else parameters - trained
+        frozen = fixed + (parameters if self.part == "lora" else parameters - trained)
         return WeightBytes(frozen, trained, number, wide, units=self._units(trained, number, wide))
 
     def _units(self, trained: int, number: int, wide: int) -> ShardUnits:
@@ -316,7 +342,9 @@ class FlowMemory:
         else:
             saved = model.saved_bytes(part, number, self.lora_rank)
             token = self.graphs * saved + model.backward_bytes(part, number)
-        return {"latents": self.trajectory_bytes(spec), "activations": rows * self.tokens * token}
+        of_graph, once = model.text_bytes(part, number, checkpointing=self.checkpointing)
+        text = self._together * self.text_tokens * (self.graphs * of_graph + once)
+        return {"latents": self.trajectory_bytes(spec), "activations": rows * (self.tokens * token + text)}
 
     def reductions(self) -> list[Reduction]:
         reductions: list[Reduction] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.files import cache_folder
+from groupwise.core.files import cache_folder, parse_json
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from groupwise.workloads.flow.models.base import FlowModel
     from groupwise.workloads.flow.task import Condition, FlowTask
 
-_IMAGE_TEXT_TOKENS = {"sd3": 333, "flux": 512, "qwen-image": 512}
-"""Tokens of a prompt as the pipelines encode it; Stable Diffusion 3 joins 77 of CLIP and 256 of T5."""
+_IMAGE_TEXT_TOKENS = {"sd3": 256, "flux": 512, "qwen-image": 512}
+"""Tokens of a prompt as the pipelines encode it; before the 256 of T5, Stable Diffusion 3 has those of CLIP."""
 
 
 @dataclass(frozen=True)
@@ -201,14 +201,16 @@ class ImageConfig(PipelineConfig):
 
     def memory_model(self) -> FlowMemory:
         """From the transformer's config.json. Text encoders and VAE, on the device one at a time, are not planned."""
-        architecture = image_architecture(read_transformer_config(_given(self.pipeline)), str(self.pipeline))
+        folder = _given(self.pipeline)
+        architecture = image_architecture(read_transformer_config(folder), str(folder))
         architecture.require_known(self.train.part, 2 if self.dtype == "bfloat16" else 4)
-        channels = architecture.token_out // 4
+        channels, (_, factor) = architecture.token_out // 4, _vae_factors(folder)
         return FlowMemory(
             architecture,
-            (channels, self.height // 8, self.width // 8),
+            (channels, self.height // factor, self.width // factor),
             pixels=3 * self.height * self.width,
-            text_tokens=_IMAGE_TEXT_TOKENS[architecture.model],
+            text_tokens=_IMAGE_TEXT_TOKENS[architecture.model]
+            + (_clip_tokens(folder) if architecture.model == "sd3" else 0),
             guided_together=architecture.model == "sd3",
             **_memory_settings(self),
         )
@@ -233,15 +235,33 @@ class ImageConfig(PipelineConfig):
 def _wan_memory(config: WanConfig | RecamConfig, *, camera_layers: bool) -> FlowMemory:
     folder = _given(config.pipeline)
     architecture = read_wan_architecture(folder, camera_layers=camera_layers)
-    channels = architecture.out_channels or architecture.channels
+    channels, (frames, side) = architecture.out_channels or architecture.channels, _vae_factors(folder)
     return FlowMemory(
         architecture,
-        (channels, (config.frames - 1) // 4 + 1, config.height // 8, config.width // 8),
+        (channels, (config.frames - 1) // frames + 1, config.height // side, config.width // side),
         pixels=3 * config.frames * config.height * config.width,
         guided_together=False,
         transformers=1 + (folder / "transformer_2" / "config.json").is_file(),
         **_memory_settings(config),
     )
+
+
+def _vae_factors(folder: Path) -> tuple[int, int]:
+    """By how much a pipeline's VAE reduces the frames, and height and width; 4 and 8 where its config is not there."""
+    content = _config(folder / "vae" / "config.json")
+    if "block_out_channels" in content:
+        return 1, 2 ** (len(content["block_out_channels"]) - 1)
+    side = 2 ** len(content.get("temperal_downsample", (True, True, True)))
+    return int(content.get("scale_factor_temporal", 4)), int(content.get("scale_factor_spatial", side))
+
+
+def _clip_tokens(folder: Path) -> int:
+    return int(_config(folder / "tokenizer" / "tokenizer_config.json").get("model_max_length", 77))
+
+
+def _config(file: Path) -> Mapping[str, Any]:
+    content: Mapping[str, Any] = parse_json(file.read_bytes()) if file.exists() else {}
+    return content
 
 
 def _memory_settings(config: PipelineConfig) -> dict[str, Any]:
