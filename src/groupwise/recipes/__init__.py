@@ -17,6 +17,7 @@ RECIPES: dict[str, str] = {
     "controller-molmoe": "groupwise.recipes.controller_molmoe:recipe",
     "flow": "groupwise.recipes.flow:recipe",
     "flow-flux": "groupwise.recipes.flow_flux:recipe",
+    "flow-image": "groupwise.recipes.flow_image:recipe",
     "flow-qwen-image": "groupwise.recipes.flow_qwen_image:recipe",
     "flow-recam": "groupwise.recipes.flow_recam:recipe",
     "flow-sd3": "groupwise.recipes.flow_sd3:recipe",

@@ -10,11 +10,12 @@ from typing import Any
 
 from groupwise.core.units import format_bytes
 from groupwise.report.charts import Points, bar_chart, legend, line_chart
-from groupwise.report.run_data import RunData, metric_series
+from groupwise.report.run_data import RunData, held_out_series, metric_series
 
 _MAIN = ("reward", "zero_spread_share", "entropy", "kl", "ratio_max", "clip_fraction", "grad_norm", "learning_rate")
 _UNITS = {"_s": "seconds, measured", "_share": "share", "_fraction": "share"}
 _MAX_SAMPLES = 12
+_MIN_EVALUATIONS = 3
 _STYLE = """
 :root{color-scheme:light dark;--ink:#222;--soft:#777;--line:#ddd;--card:#fff;--page:#f6f6f4}
 @media(prefers-color-scheme:dark){:root{--ink:#e8e8e8;--soft:#999;--line:#444;--card:#242424;--page:#181818}}
@@ -42,6 +43,7 @@ def render(runs: Sequence[RunData]) -> str:
     sections = [
         _section("Results", _results(runs)),
         _section("Curves", legend(names) if len(runs) > 1 else "", *_curves(runs)),
+        *(_section(f"Held-out{_run_label(run, runs)}", chart) for run in runs if (chart := _held_out(run))),
         *(_section(f"Memory{_run_label(run, runs)}", _memory(run)) for run in runs),
         *(_section(f"Images{_run_label(run, runs)}", _images(run)) for run in runs if run.images),
         *(_section(f"Rollouts of the last step{_run_label(run, runs)}", _samples(run)) for run in runs if run.samples),
@@ -89,6 +91,16 @@ def _curves(runs: Sequence[RunData]) -> list[str]:
 
     more = f"<details><summary>{len(rest)} more</summary>{_cards(rest, card)}</details>" if rest else ""
     return [_cards(first, card), more]
+
+
+def _held_out(run: RunData) -> str:
+    """Metrics that were evaluated during training, too: those from 0 to 1 on the same axes, so that a judge that parts
+    from the reward is seen."""
+    series = {name: line for name, line in held_out_series(run).items() if len(line) >= _MIN_EVALUATIONS}
+    shares = {name: line for name, line in series.items() if all(0 <= value <= 1 for _, value in line)}
+    cards = [_card("metrics from 0 to 1", "", line_chart(shares) + legend(list(shares)))] if shares else []
+    cards += [_card(name, "", line_chart({name: line})) for name, line in series.items() if name not in shares]
+    return f'<div class="cards">{"".join(cards)}</div>' if cards else ""
 
 
 def _memory(run: RunData) -> str:

@@ -132,3 +132,14 @@ def metric_series(run: RunData) -> dict[str, list[tuple[float, float]]]:
             if name not in ("step", "memory_bytes"):
                 series.setdefault(name, []).append((entry["step"] + 1, value))
     return series
+
+
+def held_out_series(run: RunData) -> dict[str, list[tuple[float, float]]]:
+    """(steps done, value) of each metric of eval.json, before, during and after training."""
+    last = run.steps[-1]["step"] + 1
+    moments = {"before": 0, **{f"step {step}": step for step in range(1, last)}, "after": last}
+    series: dict[str, list[tuple[float, float]]] = {}
+    for moment, step in moments.items():
+        for name, value in _numbers(run.evaluation.get(moment, {})).items():
+            series.setdefault(name, []).append((step, value))
+    return series

@@ -1,0 +1,1 @@
+"""Embedded example: a still image that must obey a prompt, "two red discs left"; the reward can be cheated."""

@@ -1,0 +1,64 @@
+"""The embedded image model: a small diffusers SD3 transformer, with one-hot words and a fixed decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from diffusers import SD3Transformer2DModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from groupwise.workloads.flow.config import TrainedPartsConfig
+from groupwise.workloads.flow.models.base import Conditioning, FlowModel
+from groupwise.workloads.flow.models.image import Sd3Model
+from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
+from groupwise.workloads.flow.task import Condition, ConditionSpec
+from groupwise.workloads.flow.tasks.discs.config import ASSET, LATENT_CHANNELS, LATENT_SIDE
+from groupwise.workloads.flow.tasks.discs.scene import Images, Meanings, decode, encode_meanings, parse_prompts
+
+
+class DiscsModel(FlowModel):
+    """A FlowModel without text encoder and VAE."""
+
+    def __init__(self, transformer: SD3Transformer2DModel, train: TrainedPartsConfig):
+        self.policy = transformer
+        patch = transformer.config.patch_size
+        self.condition_spec = ConditionSpec((LATENT_CHANNELS, LATENT_SIDE, LATENT_SIDE), patch_size=(patch, patch))
+        self._reference = select_trained_parameters(transformer, train)
+
+    def encode(self, conditions: Sequence[Condition]) -> list[Conditioning]:
+        columns = conditioning_of(parse_prompts([condition.prompt for condition in conditions]))
+        return [{name: column[index] for name, column in columns.items()} for index in range(len(conditions))]
+
+    def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        return Sd3Model.transform(self.policy, latents, 1000 * sigma, conditioning).float()
+
+    def decode(self, latents: Tensor) -> Images:
+        return decode(latents.float().cpu())
+
+    def reference(self) -> AbstractContextManager[None]:
+        return self._reference()
+
+
+def conditioning_of(meanings: Meanings) -> Conditioning:
+    """What the transformer is given of prompts: their words, and the set of them."""
+    text = encode_meanings(meanings)
+    return {"text": text, "pooled": text.sum(1)}
+
+
+def load_discs(folder: Path = ASSET) -> SD3Transformer2DModel:
+    """The pretrained transformer."""
+    transformer = SD3Transformer2DModel.from_config(json.loads((folder / "config.json").read_text()))
+    transformer.load_state_dict(load_file(folder / "model.safetensors"))
+    return transformer.eval()
+
+
+def save_discs(transformer: SD3Transformer2DModel, folder: Path) -> None:
+    """Its config as diffusers writes it, and all weights in float32."""
+    folder.mkdir(parents=True, exist_ok=True)
+    transformer.save_config(folder)
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in transformer.state_dict().items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
