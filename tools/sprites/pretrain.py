@@ -1,7 +1,7 @@
 """Pretraining of the embedded flow model: flow matching on clips in closed form, resumable at any step.
 
 First clips whose camera paths are labeled exactly. Then two models go on from the same weights, optimizer state and
-batches: `base` with labels most of which say more than the camera did, or the opposite; `upper` with exact labels.
+scenes: `base` with labels that say less than the camera did, most of them; `upper` with exact labels.
 The batch of a step is a function of config and step alone, so a resumed run gives bit-identical weights.
 """
 
@@ -58,10 +58,10 @@ class PretrainConfig:
     learning_rate: float = 1.5e-3
     warmup: int = 50
     """Steps over which the learning rate rises."""
-    exact_share: float = 1 / 3
-    """Share of the base model's own clips that are labeled exactly."""
-    gain: tuple[float, float] = (-0.7, 1.0)
-    """The cameras of the others went gain x the way that their labels say, uniform between these."""
+    gain: tuple[float, float] = (0.9, 2.1)
+    """The cameras of the base model's own clips went gain x the way that their labels say, uniform between these."""
+    label_scale: tuple[float, float] = (0.45, 1.1)
+    """And the labels say that many times the way of the task's paths, so that its clips go about as far as these."""
     prompt_dropped: float = 0.1
     """Share of clips without a prompt, for guidance."""
     shift: float = 4.0
@@ -83,25 +83,30 @@ class ClipBatch:
 
 
 def draw_batch(config: PretrainConfig, step: int, *, exact: bool) -> ClipBatch:
-    """The clips of a step; their scenes, labels, lights and noise are the same with exact labels and without."""
+    """The clips of a step; their scenes, lights and noise are the same with exact labels and without."""
     numbers = step * config.rows + torch.arange(config.rows)
     scenes, motions = draw_scenes(config.seed, numbers), draw_motions(config.seed, numbers)
     uniforms = uniform(config.seed, _BATCH_KEY, numbers[:, None], 0, 0, torch.arange(5)).float()
-    low, high = config.gain
-    labeled_exactly = torch.tensor(exact) | (uniforms[:, 4] < config.exact_share)
-    gain = torch.where(labeled_exactly, 1.0, low + (high - low) * uniforms[:, 0])
+    gain, scale = (
+        (1.0, 1.0) if exact else (_between(*config.gain, uniforms[:, 0]), _between(*config.label_scale, uniforms[:, 4]))
+    )
+    labels = scale * motions
     lights = list(LIGHT_LEVELS)
     prompts = [lights[int(len(lights) * number)] for number in uniforms[:, 1].tolist()]
     dropped = (uniforms[:, 2] < config.prompt_dropped).tolist()
-    clean = latents_of(scenes, motion_to_pose(gain[:, None, None] * motions), light_levels(prompts))
+    clean = latents_of(scenes, motion_to_pose(gain * labels), light_levels(prompts))
     conditioning = {
         "text": encode_prompts(["" if drop else prompt for prompt, drop in zip(prompts, dropped, strict=True)]),
         "source": encode_source(source_pictures(scenes)),
-        "camera": motion_to_pose(motions),
+        "camera": motion_to_pose(labels),
     }
     sigma = config.shift * uniforms[:, 3] / (1 + (config.shift - 1) * uniforms[:, 3])
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     return ClipBatch(clean, conditioning, sigma, torch.randn(clean.shape, generator=generator))
+
+
+def _between(low: float, high: float, uniforms: Float[Tensor, " rows"]) -> Float[Tensor, "rows 1 1"]:
+    return (low + (high - low) * uniforms).view(-1, 1, 1)
 
 
 def build(config: PretrainConfig) -> WanTransformer3DModel:

@@ -11,11 +11,11 @@ from groupwise.workloads.flow.tasks.sprites.config import WEIGHTS, SpritesConfig
 def recipe() -> Config:
     return Config(
         SpritesConfig(
-            SamplingConfig(num_inference_steps=8, shift=10.0, eta=0.7, window=WindowConfig("first", share=0.25)),
+            SamplingConfig(num_inference_steps=8, shift=10.0, eta=0.7, window=WindowConfig("first", share=0.5)),
             encode_rows=16,
             eval_rows=48,
         ),
-        steps=80,
+        steps=60,
         conditions_per_step=8,
         group_size=8,
         rows_per_pass=64,
