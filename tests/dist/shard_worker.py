@@ -1,8 +1,9 @@
 """Three steps of each workload, sharded and not, for each placement; rank 0 writes the outcomes.
 
-    python shard_worker.py FOLDER RANKS [RANKS ...]        (writes FOLDER/RANKS.pt; one rank is not sharded)
+    python shard_worker.py FOLDER NAMES PLACEMENTS RANKS [RANKS ...]      (writes FOLDER/RANKS.pt; one rank is not sharded)
 
-Ranks are forked from a process that has imported everything: that takes much longer than the steps.
+NAMES are those of `configs`; they and PLACEMENTS have commas between them. Ranks are forked from a process that has imported everything: that takes
+longer than the steps.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import fakes
 import tiny.chat
 import tiny.controller
 import torch
 import workloads.flow.small
 from processes import free_port
-from torch import Tensor
+from shard_fakes import FakeConfig
+from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
 import groupwise as gw
 from groupwise.core.placement import place
-from groupwise.dist.comm import Comm, connect, disconnect, exit_now
-from groupwise.dist.sharding import full
+from groupwise.dist.comm import connect, disconnect, exit_now
+from groupwise.dist.sharding import full, local
 from groupwise.training.loop import training_steps
 from groupwise.training.rollout import generate_rollouts
 from groupwise.training.setup import set_up
 from groupwise.workloads.chat.config import PolicyConfig
+from groupwise.workloads.controller.config import BudgetConfig
 
 PLACEMENTS = ("whole", "spread", "shuffled")
+SHAPE = {"steps": 3, "conditions_per_step": 12, "group_size": 2, "rows_per_pass": 2}
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,6 @@ class DoubleFlow(workloads.flow.small.SmallConfig):
 
     def task(self, device: torch.device) -> Any:
         task = super().task(device)
-        task.model.policy.double()
         kind = type(task.model)
 
         class InDouble(kind):  # type: ignore[misc, valid-type]
@@ -48,8 +52,7 @@ class DoubleFlow(workloads.flow.small.SmallConfig):
                 inputs = {name: column.double() for name, column in conditioning.items()}
                 return super().velocity(latents.double(), sigma.double(), inputs)
 
-        task.model.__class__ = InDouble
-        return task
+        return replace(task, model=InDouble(task.model.policy.double()), conditions=task.conditions[:12])
 
 
 @dataclass(frozen=True)
@@ -58,19 +61,39 @@ class DoubleController(tiny.controller.SmallConfig):
 
     def build(self, device: torch.device) -> Any:
         workload = super().build(device)
-        workload.policy.double()
+        for part in workload.policy.double().children():
+            part.register_forward_pre_hook(_to_double)
         return workload
 
 
-def base_configs(folder: Path) -> dict[str, gw.Config]:
-    chat = tiny.chat.recipe(folder / "chat")
-    in_double = PolicyConfig(model=chat.workload.policy.model, dtype="float64", reference="copy")
-    kl = gw.LossConfig(kl=0.05, entropy=0.01)
-    chat = replace(chat, workload=replace(chat.workload, policy=in_double), loss=kl)
-    flow = replace(workloads.flow.small.recipe(), workload=DoubleFlow(reference=True))
-    shared = {"steps": 3, "conditions_per_step": 6, "group_size": 4, "rows_per_pass": 2}
-    bases = {"chat": chat, "controller": tiny.controller.recipe(), "flow": flow}
-    return {name: replace(config, **shared) for name, config in bases.items()}
+def _to_double(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in inputs)
+
+
+def configs(folder: Path) -> dict[str, gw.Config]:
+    kl, ranking = gw.LossConfig(kl=0.05, entropy=0.01), gw.LossConfig(kind="ranking")
+    flow = replace(workloads.flow.small.recipe(), workload=DoubleFlow(reference=True), **SHAPE)
+    budget = BudgetConfig(values=(0.7, 0.9, 1.2))
+    twice = gw.OptimizerConfig(learning_rate=1e-2, updates_per_step=2, ema_decay=0.5)
+    return {
+        "chat": replace(_chat(folder, reference="copy"), loss=kl),
+        "controller": replace(tiny.controller.recipe(), workload=DoubleController(budget=budget), **{**SHAPE, "group_size": 4}),
+        "flow": replace(flow, rows_per_pass=1),  # it takes latents in float32, where the rows of a pass matter
+        "idle": replace(fakes.recipe(), workload=FakeConfig(), loss=ranking, optimizer=twice, **SHAPE),
+        **{
+            f"oom {stage}": replace(fakes.recipe(), workload=FakeConfig(flat_below=0, stage=stage), **SHAPE)
+            for stage in ("forward", "backward")
+        },
+        "chat lora": replace(_chat(folder, reference="adapter", lora_rank=2, gradient_checkpointing=True), loss=kl),
+        "chat plain": replace(_chat(folder, forward="plain"), shard_exchange="update"),
+        "flow by steps": replace(flow, rows_per_pass=1, loss=replace(flow.loss, ratio="rollout")),
+    }
+
+
+def _chat(folder: Path, **policy: Any) -> gw.Config:
+    config = tiny.chat.recipe(folder / "chat")
+    settings = PolicyConfig(model=config.workload.policy.model, dtype="float64", **policy)
+    return replace(config, workload=replace(config.workload, policy=settings), **SHAPE)
 
 
 def outcome(config: gw.Config) -> dict[str, Any]:
@@ -83,42 +106,39 @@ def outcome(config: gw.Config) -> dict[str, Any]:
     in_order = sorted(setup.comm.gather_objects(list(entries)), key=lambda entry: entry[:2])
     steps = training_steps(setup)
     first = next(steps)
-    gradient = torch.cat([full(weight.grad).flatten() for weight in setup.state.trainable])
+    weights = setup.state.trainable
+    gradient = torch.cat([full(weight.grad).flatten() for weight in weights])
     metrics = [dict(step.metrics) for step in (first, *steps)]
-    weights = torch.cat([full(weight.detach()).flatten() for weight in setup.state.trainable])
-    held = sum(_local_numel(weight) for weight in setup.state.trainable)
     ema = setup.state.ema
     return {
         "logp": [entry[2] for entry in in_order],
         "decisions": [entry[3] for entry in in_order],
         "gradient": gradient,
-        "weights": weights,
-        "ema": torch.cat([full(weight).flatten() for weight in ema.weights.values()]) if ema else None,
-        "grad_norms": [step["grad_norm"] for step in metrics],
-        "held": setup.comm.gather_objects([held]),
+        "weights": torch.cat([full(weight.detach()).flatten() for weight in weights]),
+        "ema": torch.cat([full(weight).flatten() for weight in ema.weights.values()]) if ema else torch.zeros(0),
+        "grad_norms": torch.tensor([step["grad_norm"] for step in metrics]),
+        "rows_per_pass": [step["rows_per_pass"] for step in metrics],
+        "held": setup.comm.gather_objects([sum(local(weight.detach()).numel() for weight in weights)]),
     }
-
-
-def _local_numel(weight: Tensor) -> int:
-    return weight.to_local().numel() if hasattr(weight, "to_local") else weight.numel()
 
 
 def _decisions(rollouts: gw.Rollouts) -> list[Any]:
     data = rollouts.data
     if "completion" in data:
         return [completion.ids for completion in data["completion"]]
-    return data["choices"].tolist() if "choices" in data else list(data["latents"].clone())
+    return (data["choices"] if "choices" in data else data["latents"]).tolist()
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: Path, names: list[str]) -> None:
+def run_rank(rank: int, ranks: int, port: int, folder: Path, names: list[str], placements: list[str]) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
-    torch.set_num_threads(1)
-    outcomes = {}
-    for name, config in base_configs(folder).items():
-        for placement in PLACEMENTS if name in names else ():
-            config = replace(config, placement=placement, shard="none" if ranks == 1 else "full")
-            outcomes[f"{name} {placement}"] = outcome(config)
+    shard = "none" if ranks == 1 else "full"
+    outcomes = {
+        f"{name} {placement}": outcome(replace(config, placement=placement, shard=shard))
+        for name, config in configs(folder).items()
+        for placement in placements
+        if name in names
+    }
     if connect().is_main:
         torch.save(outcomes, folder / f"{ranks}.pt")
     disconnect()
@@ -126,8 +146,11 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path, names: list[str]) -
 
 
 if __name__ == "__main__":
-    folder, names = Path(sys.argv[1]), sys.argv[2].split(",")
-    for config in base_configs(folder).values():
-        config.workload.build(torch.device("cpu"))  # imports what it needs, and writes the tiny model
-    for count in map(int, sys.argv[3:]):
-        start_processes(run_rank, (count, free_port(), folder, names), nprocs=count, start_method="fork")
+    folder, names, placements = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(",")
+    torch.set_num_threads(1)
+    for name, config in configs(folder).items():
+        if name in names:
+            config.workload.build(torch.device("cpu"))  # imports what it needs, and writes the tiny models
+    for count in map(int, sys.argv[4:]):
+        arguments = (count, free_port(), folder, names, placements)
+        start_processes(run_rank, arguments, nprocs=count, start_method="fork")

@@ -25,6 +25,8 @@ from groupwise.dist.launcher import listen_on_loopback, was_restarted
 BUCKET_NUMEL = 1 << 22
 """Elements per all-reduce when gradients are summed: small tensors share one bucket."""
 
+_ON_ALL_RANKS = "raised_on_all_ranks"
+
 
 class PeerFailure(Exception):  # noqa: N818 - no error of this rank
     """Another rank has failed; `fail_together` raises its error here."""
@@ -154,9 +156,16 @@ def _raise_together(failures: Sequence[_RankFailure], error: Exception | None, r
     """The first error that is not about memory, else the first out-of-memory error."""
     for failure in failures:
         if not failure.out_of_memory:
-            raise UserError(failure.message) from error
+            together = UserError(failure.message)
+            setattr(together, _ON_ALL_RANKS, True)
+            raise together from error
     first = failures[0]
     raise OutOfMemoryError(f"{first.message} (rank {first.rank} of {ranks})" if ranks > 1 else first.message) from None
+
+
+def is_on_all_ranks(error: Exception) -> bool:
+    """Whether `fail_together` has raised it, so that no rank is without it."""
+    return getattr(error, _ON_ALL_RANKS, False)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

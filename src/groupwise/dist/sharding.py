@@ -7,7 +7,9 @@ different numbers of tokens. All functions do nothing for a policy that is not s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -46,39 +48,58 @@ def shard(
     a whole copy together (those of a node), and gradients are summed between the copies. `compute_dtype`: weights are
     gathered in it and kept, like gradients and moments, in their own.
     """
-    if comm.ranks == 1:
-        raise UserError(
-            "shard is 'full' and there is one rank, so there is nothing to share. Launch several with `torchrun"
-            " --nproc-per-node N -m groupwise ...`, or leave --shard away."
-        )
     _refuse_scalars(policy)
     _refuse_different_weights(policy, comm)
     mesh = _mesh(comm, ranks_per_shard or comm.ranks)
+    # Its gradient hooks are on the scores, outputs of the outermost call, which nobody changes in place.
+    warnings.filterwarnings("ignore", f"FSDP2-wrapped module .FSDP{type(policy).__name__}. returned a view")
     for model, parts in ((policy, blocks), *frozen):
         mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=_gradient_dtype(model))
         for module in (*parts, model):
             fully_shard(module, mesh=mesh, mp_policy=mixed)
-        for module in _sharded_modules(model):
-            module.set_gradient_divide_factor(1.0)  # on each module: the default divides by the number of ranks
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-            module.set_custom_all_gather(_AgreedAllGather(comm))
-            module.set_custom_reduce_scatter(_AgreedReduceScatter(comm))
-            setattr(module, _WHOLE, False)
-            setattr(module, _CALL, _call)
-            register_fsdp_forward_method(module, _CALL)
+        for sharded in _sharded_modules(model):
+            _configure(sharded, comm)
         call_block(model, lambda: None)  # FSDP takes the module that runs first for the root
         _set_reshard_after_forward(model, keep_root=model is policy)
         reshard(model)
+
+
+def _configure(module: Any, comm: Comm) -> None:
+    """Sums in place of means, on each module: set on the model alone, gradients would be wrong."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    module.set_custom_all_gather(_AgreedAllGather(comm))
+    module.set_custom_reduce_scatter(_AgreedReduceScatter(comm))
+    setattr(module, _WHOLE, False)
+    setattr(module, _CALL, _call)
+    register_fsdp_forward_method(module, _CALL)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of the outermost module lists: what transformers and diffusers models repeat."""
     blocks: list[nn.Module] = []
     for child in model.children():
-        layers = [layer for layer in child if any(True for _ in layer.parameters())] if _is_list(child) else []
-        blocks += layers or blocks_of(child)
+        layers = list(child) if isinstance(child, nn.ModuleList) else []
+        blocks += [layer for layer in layers if any(True for _ in layer.parameters())] or blocks_of(child)
     return blocks
+
+
+def ranks_per_node(comm: Comm) -> int:
+    """Ranks that the launcher has started on each node; refuses other numbers on some of them, or one."""
+    counts = comm.gather_objects([int(os.environ.get("LOCAL_WORLD_SIZE", comm.ranks))])
+    if len(set(counts)) > 1 or comm.ranks % counts[0]:
+        raise UserError(
+            f"shard_over is 'node', and the nodes have {', '.join(map(str, sorted(set(counts))))} of {comm.ranks}"
+            " ranks: each must have equally many to hold a copy. Launch all with the same --nproc-per-node, or take"
+            " --shard-over all."
+        )
+    if counts[0] == 1:
+        raise UserError(
+            "shard_over is 'node', and each node has one rank, which would hold everything. Launch more with"
+            " --nproc-per-node N, or take --shard-over all."
+        )
+    return counts[0]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -99,7 +120,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
             setattr(module, _WHOLE, True)
         yield
     except BaseException:
-        modules[0].reset_iter_state()
+        _reset(model)
         raise
     finally:
         for module in modules:
@@ -114,8 +135,7 @@ def passes_in_step(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if isinstance(model, FSDPModule):
-            model.reset_iter_state()
+        _reset(model)
         raise
     finally:
         reshard(model)
@@ -152,6 +172,29 @@ def part_like(whole: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
+@contextmanager
+@torch.no_grad()
+def other_weights(model: nn.Module, others: dict[str, Tensor]) -> Iterator[None]:
+    """Within it blocks of a sharded model gather other weights, by name; whole ones in `others` are cut to their parts.
+
+    Also within a pass: a graph that was built on the model's own weights stays valid, because they are gathered again.
+    """
+    _set_reshard_after_forward(model, keep_root=False)  # or FSDP would keep the root's weights during a pass
+    reshard(model)
+    weights = {name: weight for name, weight in model.named_parameters() if name in others}
+    others |= {name: part_like(others[name], weight) for name, weight in weights.items()}
+    own = {name: weight.detach().clone() for name, weight in weights.items()}
+    try:
+        _copy_into(weights, others)
+        _unshard_root(model)
+        yield
+    finally:
+        reshard(model)
+        _copy_into(weights, own)
+        _set_reshard_after_forward(model, keep_root=True)
+    _unshard_root(model)
+
+
 def reshard(model: nn.Module) -> None:
     """Free whole weights, if any are gathered."""
     for module in _sharded_modules(model):
@@ -162,11 +205,33 @@ def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList)
+def _copy_into(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        weight.copy_(values[name])
 
 
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+def _unshard_root(model: nn.Module) -> None:
+    """Weights outside of blocks, which a pass expects to be whole."""
+    if isinstance(model, FSDPModule):
+        model.unshard()
+
+
+def _reset(model: nn.Module) -> None:
+    """After an error in a forward or backward pass: as before it, without gradients of whole weights.
+
+    torch's own reset leaves those that were not summed yet, and the next backward pass would add to them.
+    """
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
+    for module in _sharded_modules(model):
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            for weight in group.fsdp_params:
+                weight.unsharded_accumulated_grad = None
+                if hasattr(weight, "_unsharded_param"):
+                    weight._unsharded_param.grad = None
+
+
+def _sharded_modules(model: nn.Module) -> list[Any]:
     """The model first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.files import parse_json, read_bytes, sync_folder, write_atomic, write_synced
+from groupwise.dist.comm import Comm
+from groupwise.dist.sharded_files import load_parts, save_parts, shapes_in_parts
+from groupwise.dist.sharding import is_sharded, part_like
 from groupwise.training.config import differing_fields
 from groupwise.training.state import State, trainable_weights
 from groupwise.workloads.checkpoint_files import (
@@ -26,6 +29,7 @@ from groupwise.workloads.checkpoint_files import (
     METADATA_FILE,
     WEIGHTS,
     checkpoint_errors,
+    is_in_parts,
     metadata_hash,
     newest_first,
     newest_valid_checkpoint,
@@ -42,7 +46,7 @@ __all__ = [
     "write_checkpoint",
 ]
 
-_OPTIMIZER = "optimizer.safetensors"
+_OPTIMIZER, _MOMENTS = "optimizer.safetensors", "optimizer/"
 _MAX_HEADER_BYTES = 100 << 20
 """Names, shapes and offsets of the tensors in a safetensors file: the limit of the format's own library."""
 
@@ -55,31 +59,79 @@ def write_checkpoint(
     ranks: int,
     keep: int,
     files: Mapping[str, bytes] | None = None,
+    comm: Comm | None = None,
 ) -> Path:
-    """Save the state, and the workload's own files, as `step-NNNNNN`; keep the newest `keep` checkpoints."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Save the state, and the workload's own files, as `step-NNNNNN`; keep the newest `keep` checkpoints.
+
+    The first rank alone calls it; when sharded all ranks, with their `comm`: each writes its part.
+    """
     final = folder / f"step-{state.step:06d}"
-    if os.path.lexists(final):
-        if next(checkpoint_errors(final), None) is None:
-            return _update_row_limits(final, state)
-        _remove(final)
-    for leftover in (*folder.glob(".writing-step-*"), *folder.glob(".removing-step-*")):
-        _delete(leftover)
-    contents = {**(files or {}), **_state_files(state)}
-    metadata = _metadata(state, config, ranks, contents)
     temporary = folder / f".writing-{final.name}"
-    temporary.mkdir()
-    for name, content in {**contents, METADATA_FILE: _to_bytes(metadata)}.items():
-        write_synced(temporary / name, content)
-    sync_folder(temporary)
-    temporary.rename(final)
-    sync_folder(folder)
-    for old in [path for path in newest_first(folder) if step_of(path) <= state.step][keep:]:
-        _remove(old)
+    if comm is not None and is_sharded(state.policy):
+        return _write_parts(final, temporary, state, config=config, comm=comm, keep=keep, files=files or {})
+    if not _make_room(folder, final, temporary):
+        return _update_row_limits(final, state)
+    contents = {**(files or {}), **_state_files(state)}
+    contents[METADATA_FILE] = _to_bytes(_metadata(state, config, ranks, _hashes(contents)))
+    _write_files(contents, temporary, final, keep=keep)
     return final
 
 
-def _metadata(state: State, config: Mapping[str, Any], ranks: int, contents: Mapping[str, bytes]) -> dict[str, Any]:
+def _write_parts(
+    final: Path,
+    temporary: Path,
+    state: State,
+    *,
+    config: Mapping[str, Any],
+    comm: Comm,
+    keep: int,
+    files: Mapping[str, bytes],
+) -> Path:
+    """Each rank its part, and the first one then the metadata with the hashes of all."""
+    with comm.fail_together("Writing a checkpoint"):
+        is_new = comm.is_main and _make_room(final.parent, final, temporary)
+        if comm.is_main and not is_new:
+            _update_row_limits(final, state)
+    if comm.broadcast_object(is_new):
+        with comm.fail_together("Writing a checkpoint"):
+            parts = save_parts(_all_tensors(state), temporary)
+        hashes = dict(comm.gather_objects(list(parts.items())))
+        with comm.fail_together("Writing a checkpoint"):
+            if comm.is_main:
+                metadata = _metadata(state, config, comm.ranks, _hashes(files) | hashes)
+                _write_files({**files, METADATA_FILE: _to_bytes(metadata)}, temporary, final, keep=keep)
+    return final
+
+
+def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
+    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+
+def _make_room(folder: Path, final: Path, temporary: Path) -> bool:
+    """Whether there is no such checkpoint yet; then makes its folder, and removes what interrupted writes have left."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(final):
+        if next(checkpoint_errors(final), None) is None:
+            return False
+        _remove(final)
+    for leftover in (*folder.glob(".writing-step-*"), *folder.glob(".removing-step-*")):
+        _delete(leftover)
+    temporary.mkdir()
+    return True
+
+
+def _write_files(contents: Mapping[str, bytes], temporary: Path, final: Path, *, keep: int) -> None:
+    """The last files of a checkpoint, its final name, and then no more than `keep` of them."""
+    for name, content in contents.items():
+        write_synced(temporary / name, content)
+    sync_folder(temporary)
+    temporary.rename(final)
+    sync_folder(final.parent)
+    for old in [path for path in newest_first(final.parent) if step_of(path) <= step_of(final)][keep:]:
+        _remove(old)
+
+
+def _metadata(state: State, config: Mapping[str, Any], ranks: int, hashes: Mapping[str, str]) -> dict[str, Any]:
     metadata: dict[str, Any] = {
         "step": state.step,
         "updates": state.updates,
@@ -90,7 +142,7 @@ def _metadata(state: State, config: Mapping[str, Any], ranks: int, contents: Map
             "python": platform.python_version(),
             **{name: version(name) for name in ("groupwise", "torch", "accelerate")},
         },
-        "sha256": {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()},
+        "sha256": dict(hashes),
     }
     metadata["sha256"][METADATA_FILE] = metadata_hash(metadata)
     return metadata
@@ -139,15 +191,39 @@ def _json_differences(now: bytes, then: bytes) -> list[str]:
 
 @torch.no_grad()
 def restore(path: Path, state: State) -> None:
-    """Set the state to what the checkpoint holds, bit-identical."""
-    _refuse_pickled_optimizer(path)
-    policy = _policy_tensors(state)
-    _load_tensors(policy, _read_tensors(path / WEIGHTS, _numel(policy)), path)
-    _load_optimizer(path, state)
-    if state.ema:
-        _load_tensors(state.ema.weights, _read_tensors(path / EMA_WEIGHTS, _numel(policy)), path)
+    """Set the state to what the checkpoint holds, bit-identical, whether it or the state is sharded or not."""
     metadata = read_metadata(path)
+    if is_in_parts(path):
+        _restore_parts(path, state, metadata["updates"])
+    else:
+        _refuse_pickled_optimizer(path)
+        policy = _policy_tensors(state)
+        _load_tensors(policy, _read_tensors(path / WEIGHTS, _numel(policy)), path)
+        _load_optimizer(path, state)
+        if state.ema:
+            _load_tensors(state.ema.weights, _read_tensors(path / EMA_WEIGHTS, _numel(policy)), path)
     state.step, state.updates = metadata["step"], metadata["updates"]
+
+
+def _restore_parts(path: Path, state: State, updates: int) -> None:
+    """From the parts of all ranks that wrote it. Each weight has had all updates, so that steps need no file."""
+    target, weights = _all_tensors(state), trainable_weights(state.policy)
+    fields = ("exp_avg", "exp_avg_sq") if updates else ()
+    moments = {f"{_MOMENTS}{name}.{each}": torch.zeros_like(weights[name]) for name in weights for each in fields}
+    target = {name: tensor for name, tensor in target.items() if not name.startswith(_MOMENTS)} | moments
+    shapes = shapes_in_parts(path)
+    wrong = sorted(set(target) ^ set(shapes)) + [name for name in target if target[name].shape != shapes.get(name)]
+    if wrong:
+        raise UserError(_other_policy(path, wrong[0]))
+    load_parts(target, path)
+    by_weight = {
+        name: {
+            "step": torch.tensor(float(updates)),
+            **{each: moments[f"{_MOMENTS}{name}.{each}"] for each in fields},
+        }
+        for name in weights
+    }
+    _set_optimizer(state, by_weight if updates else {})
 
 
 def _refuse_pickled_optimizer(path: Path) -> None:
@@ -164,6 +240,14 @@ def _state_files(state: State) -> dict[str, bytes]:
     if state.ema:
         files[EMA_WEIGHTS] = _save_tensors(state.ema.weights)
     return files
+
+
+def _all_tensors(state: State) -> dict[str, Tensor]:
+    """Policy, averaged weights and moments under one name each, for the parts of a sharded run."""
+    tensors = {f"policy/{name}": tensor for name, tensor in _policy_tensors(state).items()}
+    tensors |= {f"ema/{name}": tensor for name, tensor in (state.ema.weights if state.ema else {}).items()}
+    moments = {name: tensor for name, tensor in _optimizer_tensors(state).items() if not name.endswith(".step")}
+    return tensors | {f"{_MOMENTS}{name}": tensor for name, tensor in moments.items()}
 
 
 def _policy_tensors(state: State) -> dict[str, Tensor]:
@@ -193,9 +277,18 @@ def _load_optimizer(path: Path, state: State) -> None:
             f"The checkpoint {path} does not belong to this policy: the optimizer's state of '{wrong[0]}' is of another"
             " weight. Use the recipe that the run was started with."
         )
+    by_weight = {
+        name: {each: tensor if each == "step" else part_like(tensor, weights[name]) for each, tensor in fields.items()}
+        for name, fields in by_weight.items()
+    }
+    _set_optimizer(state, by_weight)
+
+
+def _set_optimizer(state: State, by_weight: Mapping[str, Mapping[str, Tensor]]) -> None:
     # The groups are this run's: AdamW's settings are in the config, and whether it is fused depends on the device.
     groups = state.optimizer.state_dict()["param_groups"]
-    by_index = {index: by_weight[name] for index, name in enumerate(weights) if name in by_weight}
+    names = trainable_weights(state.policy)
+    by_index = {index: dict(by_weight[name]) for index, name in enumerate(names) if name in by_weight}
     state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
@@ -229,12 +322,16 @@ def _load_tensors(target: Mapping[str, Tensor], saved: Mapping[str, Tensor], pat
     unexpected = sorted(set(target) ^ set(saved))
     reshaped = [name for name in target if name in saved and target[name].shape != saved[name].shape]
     if unexpected or reshaped:
-        raise UserError(
-            f"The checkpoint {path} does not belong to this policy: '{(unexpected + reshaped)[0]}' is missing on one"
-            " side or has another shape. Use the recipe that the run was started with."
-        )
+        raise UserError(_other_policy(path, (unexpected + reshaped)[0]))
     for name, tensor in target.items():
-        tensor.detach().copy_(saved[name])
+        tensor.detach().copy_(part_like(saved[name], tensor))
+
+
+def _other_policy(path: Path, name: str) -> str:
+    return (
+        f"The checkpoint {path} does not belong to this policy: '{name}' is missing on one side or has another shape."
+        " Use the recipe that the run was started with."
+    )
 
 
 def _remove(path: Path) -> None:

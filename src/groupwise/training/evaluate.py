@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from groupwise.core.errors import UserError
+from groupwise.dist.comm import connect
 from groupwise.dist.sharding import gathered
 from groupwise.training.checkpoint import check_same_files, newest_valid_checkpoint, read_metadata, restore
 from groupwise.training.config import Config
@@ -33,6 +34,8 @@ def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> 
     path = newest_valid_checkpoint(folder.checkpoints, warn)
     if path is None:
         raise UserError(f"{folder.path} holds no checkpoint to evaluate. Train it first, or name another run folder.")
+    if connect().ranks == 1:
+        config = replace(config, shard="none")
     setup = set_up(config, path, warn=warn)
     check_same_files(path, setup.workload.checkpoint_files())
     restore(path, setup.state)

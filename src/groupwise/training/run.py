@@ -14,8 +14,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from groupwise.core.errors import UserError
-from groupwise.dist.comm import connect
+from groupwise.dist.comm import connect, is_on_all_ranks
 from groupwise.dist.launcher import is_launched, stop_with_launcher
+from groupwise.dist.sharding import is_sharded
 from groupwise.dist.trackers import Trackers
 from groupwise.training.checkpoint import (
     check_same_config,
@@ -224,18 +225,24 @@ class StepLog:
         state = self._setup.state
         if self._setup.comm.is_main:
             self._folder.write_traceback(error)
-        if state.step and state.updates == self._complete_updates:
+        if state.step and state.updates == self._complete_updates and self._can_write_alone(error):
             self._write_checkpoint()  # without a barrier: other ranks may not have failed
+
+    def _can_write_alone(self, error: Exception) -> bool:
+        """Parts of a sharded state are written by all ranks, so only after an error that all of them have."""
+        return not is_sharded(self._setup.state.policy) or is_on_all_ranks(error)
 
     def _write_checkpoint(self) -> None:
         setup = self._setup
         if setup.comm.is_main:
             self._folder.sync_logs()
+        if setup.comm.is_main or is_sharded(setup.state.policy):
             write_checkpoint(
                 self._folder.checkpoints,
                 setup.state,
                 config=to_dict(setup.config),
                 ranks=setup.comm.ranks,
+                comm=setup.comm,
                 keep=setup.config.run.keep_checkpoints,
                 files=setup.workload.checkpoint_files(),
             )

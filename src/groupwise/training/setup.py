@@ -11,11 +11,11 @@ from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
-from groupwise.dist.sharding import shard
+from groupwise.dist.sharding import ranks_per_node, shard
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.memory.monitor import Monitor
-from groupwise.memory.plan import MemoryModel
+from groupwise.memory.plan import AGGRESSIVE, MemoryModel
 from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
 from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
@@ -88,16 +88,37 @@ def _build_workload(config: Config, comm: Comm, checkpoint: Path | None) -> Work
 
 
 def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
-    if config.shard == "none":
+    if config.shard == "none" or (config.shard == "auto" and _fits_unsharded(config, comm)):
         return
-    blocks = workload.shard_blocks()
+    if comm.ranks == 1:
+        raise UserError(
+            f"shard is '{config.shard}' and there is one rank, so there is nothing to share. Launch several with"
+            " `torchrun --nproc-per-node N -m groupwise ...`, or leave --shard away."
+        )
+    blocks, kind = workload.shard_blocks(), type(workload.policy).__name__
     if not blocks:
         raise UserError(
-            f"shard is '{config.shard}', and {type(workload).__name__} does not say which blocks of its policy"
-            f" ({type(workload.policy).__name__}) to gather one at a time: there is no list of layers (nn.ModuleList) in"
-            " it. Define shard_blocks() in the workload, or train without --shard."
+            f"shard is '{config.shard}', and {type(workload).__name__} does not say which blocks of its policy ({kind})"
+            " to gather one at a time: there is no list of layers (nn.ModuleList) in it. Define shard_blocks() in the"
+            " workload, or train without --shard."
         )
-    shard(workload.policy, blocks, comm, frozen=workload.frozen_models())
+    shard(
+        workload.policy,
+        blocks,
+        comm,
+        frozen=workload.frozen_models(),
+        ranks_per_shard=ranks_per_node(comm) if config.shard_over == "node" else None,
+        compute_dtype=workload.shard_dtype(),
+    )
+
+
+def _fits_unsharded(config: Config, comm: Comm) -> bool:
+    """By the memory plan of a rank that holds everything; also where there is none, or nobody to share with."""
+    model = known_memory(config.workload)
+    if model is None or comm.ranks == 1:
+        return True
+    smallest_device = -comm.max(-float(device_bytes(comm.device)))[0]  # so that all ranks decide alike
+    return model.predict(config.step_spec(ranks=comm.ranks)).with_margin().peak <= AGGRESSIVE * smallest_device
 
 
 def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base_bytes: int, warn: Warn) -> Setup:

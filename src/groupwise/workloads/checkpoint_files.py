@@ -1,19 +1,28 @@
-"""Find, verify and read a checkpoint folder, which may come from a stranger. Used by training, export and serving."""
+"""Find, verify and read a checkpoint folder, which may come from a stranger. Used by training, export and serving.
+
+A run that is not sharded writes whole files; a sharded one a part from each rank.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.core.errors import UserError
 from groupwise.core.files import open_regular, read_json
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 METADATA_FILE = "checkpoint.json"
 WEIGHTS, EMA_WEIGHTS = "policy.safetensors", "ema.safetensors"
+PART = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+"""A file that one rank of a sharded run has written: tensors called policy/NAME, ema/NAME and optimizer/NAME.FIELD."""
 _NAME = re.compile(r"step-([0-9]{1,15})")
 _LARGEST_COUNT = 2**53
 
@@ -99,8 +108,8 @@ def _metadata_errors(metadata: Mapping[str, Any]) -> Iterator[str]:
         yield "'row_limits' is not numbers of rows by name"
     if not isinstance(config, dict) or not isinstance(config.get("workload", {}), dict):
         yield "'config' is not the settings of a run"
-    if not isinstance(hashes, dict) or not {METADATA_FILE, WEIGHTS} <= set(hashes):
-        yield f"'sha256' is not hashes by name, those of {METADATA_FILE} and {WEIGHTS} among them"
+    if not isinstance(hashes, dict) or METADATA_FILE not in hashes or not any(map(_holds_weights, hashes)):
+        yield f"'sha256' is not hashes by name, those of {METADATA_FILE} and {WEIGHTS} (or parts of it) among them"
     elif not all(isinstance(value, str) for value in hashes.values()):
         yield "'sha256' has a value that is no text"
 
@@ -118,6 +127,59 @@ def _file_errors(path: Path, hashes: Mapping[str, str]) -> Iterator[str]:
             yield f"{name} is missing"
         elif _hash(path / name) != hashes[name]:
             yield f"{name} is not what was written"
+
+
+def _holds_weights(name: str) -> bool:
+    return name == WEIGHTS or PART.fullmatch(name) is not None
+
+
+def is_in_parts(path: Path) -> bool:
+    """Whether a sharded run has written the checkpoint."""
+    return any(PART.fullmatch(entry.name) for entry in path.iterdir())
+
+
+def has_ema(path: Path) -> bool:
+    """Whether a checkpoint holds averaged weights."""
+    if not is_in_parts(path):
+        return (path / EMA_WEIGHTS).is_file()
+    return next(_whole_tensors(path, "ema/"), None) is not None
+
+
+def read_weights(path: Path, *, ema: bool) -> Iterator[tuple[str, Tensor]]:
+    """The trained weights (or their average) and buffers of a checkpoint, by name: one whole tensor at a time."""
+    if is_in_parts(path):
+        yield from _whole_tensors(path, "ema/" if ema else "policy/")
+        return
+    from safetensors import safe_open
+
+    with safe_open(path / (EMA_WEIGHTS if ema else WEIGHTS), framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - a file is no dict
+            yield name, file.get_tensor(name)
+
+
+def _whole_tensors(path: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Tensors with this prefix, without it, put together from the parts."""
+    from safetensors import safe_open
+
+    with ExitStack() as stack:
+        parts: dict[str, list[tuple[Any, list[int]]]] = {}
+        for entry in sorted(entry for entry in path.iterdir() if PART.fullmatch(entry.name)):
+            file = stack.enter_context(safe_open(entry, framework="pt"))
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118 - a file is no dict
+                if name.startswith(prefix):
+                    parts.setdefault(name, []).append((file, offsets[name]["saved_offsets"]))
+        for name, pieces in parts.items():
+            yield name.removeprefix(prefix), _join([(file.get_tensor(name), offset) for file, offset in pieces])
+
+
+def _join(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
+    """A whole tensor from its pieces and their offsets."""
+    first, axes = pieces[0][0], range(pieces[0][0].ndim)
+    whole = first.new_empty([max(offset[axis] + piece.shape[axis] for piece, offset in pieces) for axis in axes])
+    for piece, offset in pieces:
+        whole[tuple(slice(offset[axis], offset[axis] + piece.shape[axis]) for axis in axes)] = piece
+    return whole
 
 
 def _hash(path: Path) -> str | None:

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from safetensors.torch import load_file
 
 from groupwise.core.errors import UserError
 from groupwise.core.files import read_json
@@ -21,7 +20,7 @@ from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_s
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
 from groupwise.workloads.chat.rewards import reward_functions
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
-from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint, read_weights
 from groupwise.workloads.lora import merge_lora
 
 
@@ -84,16 +83,21 @@ def _load_prompts(
     return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
-def export(run: Path | str, folder: Path | str) -> Path:
-    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them."""
+def export(run: Path | str, folder: Path | str, *, adapter: bool = False) -> Path:
+    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them.
+
+    A LoRA adapter is merged; with `adapter` it is written alone, as PEFT does.
+    """
     run, folder = Path(run), Path(folder)
     checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
-    config = ChatConfig(policy=_policy_config(run))
+    config = ChatConfig(policy=replace(_policy_config(run), reference="none"))  # no second copy of the model
+    if adapter and config.policy.lora_rank is None:
+        raise UserError(f"The run in {run} trained all weights, so it has no adapter. Leave --adapter away.")
     policy = base_policy(config, torch.device("cpu"))
     _load_weights(policy, checkpoint)
-    if config.policy.lora_rank is not None:
+    if config.policy.lora_rank is not None and not adapter:
         merge_lora(policy.model)
     policy.model.save_pretrained(folder)
     load_tokenizer(config).save_pretrained(folder)
@@ -114,8 +118,7 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 @torch.no_grad()
 def _load_weights(policy: LanguageModelPolicy, checkpoint: Path) -> None:
-    ema = checkpoint / EMA_WEIGHTS
     parameters = dict(policy.named_parameters())
-    for name, tensor in load_file(ema if ema.is_file() else checkpoint / WEIGHTS).items():
+    for name, tensor in read_weights(checkpoint, ema=has_ema(checkpoint)):
         if name in parameters:
             parameters[name].copy_(tensor)

@@ -113,15 +113,21 @@ class ChatWorkload(Workload):
         )
 
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
-        """Members of a group together, so that their prompt is computed once; limited by rows and by tokens."""
+        """Members of a group together, so that their prompt is computed once; limited by rows and by tokens.
+
+        The plain forward runs row after row, so that its passes are single rows.
+        """
         conditions = rollouts.data["condition"].tolist()
         return split_into_passes(
             conditions,
             [len(self.components.training.ids[condition]) for condition in conditions],
             [len(completion) for completion in rollouts.data["completion"]],
-            rows_per_pass=rows_per_pass,
+            rows_per_pass=rows_per_pass if self.policy.shares_prefix else 1,
             tokens_per_pass=self.config.tokens_per_pass,
         )
+
+    def shard_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.policy.config.dtype == "bfloat16" else None
 
     def frozen_models(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
         reference = self.policy.reference_model

@@ -12,11 +12,10 @@ from typing import Any
 import diffusers
 import torch
 from diffusers import WanTransformer3DModel
-from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint, read_weights
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_weights
 from groupwise.workloads.flow.models.checkpoints import load_camera_layers, original_state
@@ -109,10 +108,9 @@ def _trained_parts(saved: Mapping[str, Any]) -> TrainedPartsConfig:
 
 
 def _read_trained(checkpoint: Path, *, ema: bool) -> dict[str, Tensor]:
-    file = checkpoint / (EMA_WEIGHTS if ema else WEIGHTS)
-    if not file.is_file():
+    if ema and not has_ema(checkpoint):
         raise UserError(f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Leave ema out.")
-    return load_file(file)
+    return dict(read_weights(checkpoint, ema=ema))
 
 
 @torch.no_grad()

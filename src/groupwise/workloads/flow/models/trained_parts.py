@@ -15,6 +15,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from torch import nn
 
 from groupwise.core.errors import UserError
+from groupwise.dist.sharding import is_sharded, other_weights
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
 from groupwise.workloads.lora import add_lora, without_lora
@@ -66,13 +67,15 @@ class InitialWeights:
             name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
         }
 
+    @torch.no_grad()
+    def swapped_in(self) -> AbstractContextManager[None]:
+        """Within this context the policy has its initial weights; afterwards its own again, bit-identical."""
+        return other_weights(self._policy, self._initial) if is_sharded(self._policy) else self._swapped_in()
+
     @contextmanager
     @torch.no_grad()
-    def swapped_in(self) -> Iterator[None]:
-        """Within this context the policy has its initial weights; afterwards its own again, bit-identical.
-
-        The tensors are swapped, not their contents: a graph that was built on the current weights stays valid.
-        """
+    def _swapped_in(self) -> Iterator[None]:
+        """The tensors are swapped, not their contents: a graph that was built on the current weights stays valid."""
         parameters = dict(self._policy.named_parameters())
         current = {name: parameters[name].data for name in self._initial}
         try:
