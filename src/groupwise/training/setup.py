@@ -11,12 +11,14 @@ from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
-from groupwise.dist.sharding import ranks_per_node, shard
+from groupwise.dist.sharding import is_sharded, ranks_per_node, shard
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.memory.monitor import Monitor
-from groupwise.memory.plan import AGGRESSIVE, MemoryModel
+from groupwise.memory.plan import MemoryModel, needs_sharding
 from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
+from groupwise.memory.sharding import Sharding
+from groupwise.memory.stages import StepSpec
 from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
 from groupwise.training.state import State, create_state
@@ -118,14 +120,23 @@ def _fits_unsharded(config: Config, comm: Comm) -> bool:
     if model is None or comm.ranks == 1:
         return True
     smallest_device = -comm.max(-float(device_bytes(comm.device)))[0]  # so that all ranks decide alike
-    return model.predict(config.step_spec(ranks=comm.ranks)).with_margin().peak <= AGGRESSIVE * smallest_device
+    return not needs_sharding(model, config.step_spec(ranks=comm.ranks), int(smallest_device))
+
+
+def step_spec(config: Config, comm: Comm, workload: Workload, state: State) -> StepSpec:
+    """What the plan of this run needs to know, also how its policy is sharded."""
+    spec = config.step_spec(ranks=comm.ranks, fused_optimizer=state.fused)
+    if not is_sharded(workload.policy):
+        return spec
+    shared_by = ranks_per_node(comm) if config.shard_over == "node" else comm.ranks
+    return replace(spec, sharding=Sharding(shared_by, config.shard_over, exchange=config.shard_exchange))
 
 
 def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base_bytes: int, warn: Warn) -> Setup:
     shape = config.shape(conditions=workload.num_conditions, ranks=comm.ranks)
     monitor = Monitor(
         known_memory(config.workload),
-        config.step_spec(ranks=comm.ranks, fused_optimizer=state.fused),
+        step_spec(config, comm, workload, state),
         device_bytes=device_bytes(comm.device),
         base_bytes=base_bytes,
         on_accelerator=comm.device.type != "cpu",
