@@ -21,6 +21,7 @@ import tiny.controller
 import torch
 import workloads.flow.small
 from processes import free_port
+from shard_fakes import FakeConfig
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import start_processes
 
@@ -35,7 +36,7 @@ from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.controller.config import BudgetConfig
 
 PLACEMENTS = ("whole", "spread", "shuffled")
-SHAPE = {"steps": 3, "conditions_per_step": 12, "group_size": 4, "rows_per_pass": 2}
+SHAPE = {"steps": 3, "conditions_per_step": 12, "group_size": 2, "rows_per_pass": 2}
 
 
 @dataclass(frozen=True)
@@ -69,67 +70,6 @@ def _to_double(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each.double() if torch.is_tensor(each) and each.is_floating_point() else each for each in inputs)
 
 
-class Block(nn.Module):
-    """On the last of several ranks, the second block asks for more memory than there is when it gets several rows."""
-
-    def __init__(self, number: int, stage: str):
-        super().__init__()
-        self.linear, self.stage = nn.Linear(6, 6, dtype=torch.float64), stage if number == 1 else ""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        if self.is_out("forward", hidden):
-            torch.empty(1 << 50, dtype=torch.uint8)
-        if self.is_out("backward", hidden):
-            hidden = EatsInBackward.apply(hidden)
-        return hidden + torch.tanh(self.linear(hidden))
-
-    def is_out(self, stage: str, hidden: Tensor) -> bool:
-        rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return self.stage == stage and rank == ranks - 1 > 0 and len(hidden) > 1 and torch.is_grad_enabled()
-
-
-class EatsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor) -> Tensor:
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        torch.empty(1 << 50, dtype=torch.uint8)
-        return gradient
-
-
-class BlockPolicy(fakes.TinyPolicy):
-    def __init__(self, stage: str):
-        super().__init__()
-        self.double()
-        self.blocks = nn.ModuleList(Block(number, stage) for number in range(3))
-
-    def forward(self, conditions: Tensor) -> Tensor:
-        hidden = torch.tanh(self.body(conditions))
-        for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(hidden).view(-1, fakes.DECISIONS, fakes.CHOICES).log_softmax(-1)
-
-
-class FakeWithBlocks(fakes.TinyWorkload):
-    def __init__(self, config: FakeConfig, device: torch.device):
-        super().__init__(config, device)
-        self.policy = BlockPolicy(config.stage)
-
-
-@dataclass(frozen=True)
-class FakeConfig(fakes.TinyConfig):
-    """All conditions but a few are flat, so that most ranks have no row to train."""
-
-    flat_below: int = 28
-    stage: str = ""
-    """Where the last rank runs out of memory."""
-
-    def build(self, device: torch.device) -> Any:
-        return FakeWithBlocks(self, device)
-
-
 def configs(folder: Path) -> dict[str, gw.Config]:
     kl, ranking = gw.LossConfig(kl=0.05, entropy=0.01), gw.LossConfig(kind="ranking")
     flow = replace(workloads.flow.small.recipe(), workload=DoubleFlow(reference=True), **SHAPE)
@@ -137,8 +77,8 @@ def configs(folder: Path) -> dict[str, gw.Config]:
     twice = gw.OptimizerConfig(learning_rate=1e-2, updates_per_step=2, ema_decay=0.5)
     return {
         "chat": replace(_chat(folder, reference="copy"), loss=kl),
-        "controller": replace(tiny.controller.recipe(), workload=DoubleController(budget=budget), **SHAPE),
-        "flow": replace(flow, group_size=2, rows_per_pass=1),  # it takes latents in float32, where the rows of a pass matter
+        "controller": replace(tiny.controller.recipe(), workload=DoubleController(budget=budget), **{**SHAPE, "group_size": 4}),
+        "flow": replace(flow, rows_per_pass=1),  # it takes latents in float32, where the rows of a pass matter
         "idle": replace(fakes.recipe(), workload=FakeConfig(), loss=ranking, optimizer=twice, **SHAPE),
         **{
             f"oom {stage}": replace(fakes.recipe(), workload=FakeConfig(flat_below=0, stage=stage), **SHAPE)
@@ -146,7 +86,7 @@ def configs(folder: Path) -> dict[str, gw.Config]:
         },
         "chat lora": replace(_chat(folder, reference="adapter", lora_rank=2, gradient_checkpointing=True), loss=kl),
         "chat plain": replace(_chat(folder, forward="plain"), shard_exchange="update"),
-        "flow by steps": replace(flow, group_size=2, rows_per_pass=1, loss=replace(flow.loss, ratio="rollout")),
+        "flow by steps": replace(flow, rows_per_pass=1, loss=replace(flow.loss, ratio="rollout")),
     }
 
 

@@ -10,8 +10,9 @@ from processes import ENVIRONMENT
 from torch.testing import assert_close
 
 WORKER = Path(__file__).parent / "shard_worker.py"
-ALL = ("chat", "controller", "flow", "idle", "chat lora", "chat plain", "flow by steps")
-QUICK = ("chat", "controller", "flow", "idle", "oom forward", "oom backward")
+WORKLOADS = ("chat", "controller", "flow", "idle")
+QUICK = (*WORKLOADS, "oom forward", "oom backward")
+VARIANTS = ("chat lora", "chat plain", "flow by steps")
 
 
 def run_steps(folder, names, placements, ranks):
@@ -54,13 +55,21 @@ def test_a_rank_without_memory_in_a_block_makes_all_ranks_repeat_with_half(two_r
 
 @pytest.fixture(scope="module")
 def many_ranks(tmp_path_factory):
-    return run_steps(tmp_path_factory.mktemp("many"), ALL, ["whole", "spread", "shuffled"], (1, 2, 3, 4))
+    return run_steps(tmp_path_factory.mktemp("many"), WORKLOADS, ["whole", "spread", "shuffled"], (1, 2, 3, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("placement", ["whole", "spread", "shuffled"])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_any_number_of_ranks_makes_the_same_run_wherever_members_are(many_ranks, ranks, name, placement):
     check_same_run(many_ranks[1][f"{name} {placement}"], many_ranks[ranks][f"{name} {placement}"], ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_adapters_the_plain_forward_and_a_ratio_per_rollout_are_the_same_run_sharded(tmp_path):
+    outcomes = run_steps(tmp_path, VARIANTS, ["shuffled"], (1, 3))
+    for name in VARIANTS:
+        check_same_run(outcomes[1][f"{name} shuffled"], outcomes[3][f"{name} shuffled"], 3)

@@ -20,6 +20,7 @@ COMMANDS = {
     "check": "run the preflight checks of a recipe, without training",
     "place": "show which member of which group runs on which rank",
     "eval": "evaluate the newest checkpoint of a run on held-out data",
+    "export": "write what a run trained as a folder that transformers or diffusers load",
     "report": "write one HTML page about a run, or about several side by side",
     "measure": "measure the latency of one answer by stage, tier and depth",
     "profile": "measure a model and fit the latency estimator that controllers use",

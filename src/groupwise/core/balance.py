@@ -27,9 +27,9 @@ def idle_share(work: Float[Tensor, "ranks stages"]) -> float:
 def order_by_cost(shape: StepShape, costs: Float[Tensor, " groups"]) -> Int64[Tensor, " groups"]:
     """In which order the step's groups take the places that the placement has for groups 0, 1, 2, ...
 
-    whole: groups are dealt so that the rank with the most work has as little as possible; each rank runs its groups in
-    their own order. spread: the members that are left over when a group is dealt to all ranks are followed by those of
-    the group that costs most like it. Other placements are kept.
+    whole: groups are dealt so that the rank with the most work has little more than the others; each rank begins with
+    its dearest, so that passes which ranks run side by side are alike. spread: the members that are left over when a
+    group is dealt to all ranks are followed by those of the group that costs most like it. Other placements are kept.
     """
     groups = torch.arange(len(costs))
     if shape.ranks == 1 or shape.placement not in ("whole", "spread") or bool((costs == costs[0]).all()):
@@ -42,7 +42,8 @@ def order_by_cost(shape: StepShape, costs: Float[Tensor, " groups"]) -> Int64[Te
         _deal_back_and_forth(dearest_first, shape.ranks),
         _deal_to_the_least_busy(dearest_first, costs, shape.ranks),
     )
-    return min(by_rank, key=lambda dealt: float(costs[dealt].sum(1).max())).sort(1).values.flatten()
+    dealt = min(by_rank, key=lambda candidate: float(costs[candidate].sum(1).max()))
+    return dealt.gather(1, costs[dealt].argsort(dim=1, descending=True, stable=True)).flatten()
 
 
 def _deal_back_and_forth(dearest_first: Tensor, ranks: int) -> Int64[Tensor, "ranks groups"]:

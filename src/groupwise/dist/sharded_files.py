@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
 from groupwise.core.files import sync_folder
@@ -24,14 +24,14 @@ def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
     A collective: the folder must be empty, and one that all ranks see.
     """
     writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    checkpoint.save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer)
+    state_dict_saver.save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer)
     own = folder.glob(f"shard-{dist.get_rank() + 1:05d}-*.safetensors")
     return {path.name: _sync_and_hash(path) for path in own}
 
 
 def load_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Fill the tensors, sharded or whole, from the parts. A collective where several ranks run."""
-    checkpoint.load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)))
+    state_dict_loader.load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)))
 
 
 def shapes_in_parts(folder: Path) -> dict[str, torch.Size]:

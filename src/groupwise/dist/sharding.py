@@ -7,6 +7,7 @@ different numbers of tokens. All functions do nothing for a policy that is not s
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,11 +48,6 @@ def shard(
     a whole copy together (those of a node), and gradients are summed between the copies. `compute_dtype`: weights are
     gathered in it and kept, like gradients and moments, in their own.
     """
-    if comm.ranks == 1:
-        raise UserError(
-            "shard is 'full' and there is one rank, so there is nothing to share. Launch several with `torchrun"
-            " --nproc-per-node N -m groupwise ...`, or leave --shard away."
-        )
     _refuse_scalars(policy)
     _refuse_different_weights(policy, comm)
     mesh = _mesh(comm, ranks_per_shard or comm.ranks)
@@ -61,27 +57,49 @@ def shard(
         mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=_gradient_dtype(model))
         for module in (*parts, model):
             fully_shard(module, mesh=mesh, mp_policy=mixed)
-        for module in _sharded_modules(model):
-            module.set_gradient_divide_factor(1.0)  # on each module: the default divides by the number of ranks
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_reduce_scatter_unused_params(True, recurse=False)
-            module.set_custom_all_gather(_AgreedAllGather(comm))
-            module.set_custom_reduce_scatter(_AgreedReduceScatter(comm))
-            setattr(module, _WHOLE, False)
-            setattr(module, _CALL, _call)
-            register_fsdp_forward_method(module, _CALL)
+        for sharded in _sharded_modules(model):
+            _configure(sharded, comm)
         call_block(model, lambda: None)  # FSDP takes the module that runs first for the root
         _set_reshard_after_forward(model, keep_root=model is policy)
         reshard(model)
+
+
+def _configure(module: Any, comm: Comm) -> None:
+    """Sums in place of means, on each module: set on the model alone, gradients would be wrong."""
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    module.set_reduce_scatter_unused_params(True, recurse=False)
+    module.set_custom_all_gather(_AgreedAllGather(comm))
+    module.set_custom_reduce_scatter(_AgreedReduceScatter(comm))
+    setattr(module, _WHOLE, False)
+    setattr(module, _CALL, _call)
+    register_fsdp_forward_method(module, _CALL)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The layers of the outermost module lists: what transformers and diffusers models repeat."""
     blocks: list[nn.Module] = []
     for child in model.children():
-        layers = [layer for layer in child if any(True for _ in layer.parameters())] if _is_list(child) else []
-        blocks += layers or blocks_of(child)
+        layers = list(child) if isinstance(child, nn.ModuleList) else []
+        blocks += [layer for layer in layers if any(True for _ in layer.parameters())] or blocks_of(child)
     return blocks
+
+
+def ranks_per_node(comm: Comm) -> int:
+    """Ranks that the launcher has started on each node; refuses other numbers on some of them, or one."""
+    counts = comm.gather_objects([int(os.environ.get("LOCAL_WORLD_SIZE", comm.ranks))])
+    if len(set(counts)) > 1 or comm.ranks % counts[0]:
+        raise UserError(
+            f"shard_over is 'node', and the nodes have {', '.join(map(str, sorted(set(counts))))} of {comm.ranks}"
+            " ranks: each must have equally many to hold a copy. Launch all with the same --nproc-per-node, or take"
+            " --shard-over all."
+        )
+    if counts[0] == 1:
+        raise UserError(
+            "shard_over is 'node', and each node has one rank, which would hold everything. Launch more with"
+            " --nproc-per-node N, or take --shard-over all."
+        )
+    return counts[0]
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -213,11 +231,7 @@ def _reset(model: nn.Module) -> None:
                     weight._unsharded_param.grad = None
 
 
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, nn.ModuleList)
-
-
-def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+def _sharded_modules(model: nn.Module) -> list[Any]:
     """The model first."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 

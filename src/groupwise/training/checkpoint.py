@@ -108,7 +108,7 @@ def _hashes(contents: Mapping[str, bytes]) -> dict[str, str]:
 
 
 def _make_room(folder: Path, final: Path, temporary: Path) -> bool:
-    """Whether there is no such checkpoint yet; then the folder for its files, and nothing left of interrupted writes."""
+    """Whether there is no such checkpoint yet; then makes its folder, and removes what interrupted writes have left."""
     folder.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(final):
         if next(checkpoint_errors(final), None) is None:

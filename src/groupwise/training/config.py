@@ -132,8 +132,8 @@ class Config:
     placement: str = "whole"
     """Where members run: whole (a group on one rank), spread (over ranks), shuffled, or your own module:function."""
     shard: Literal["none", "full", "auto"] = "none"
-    """full: each rank holds a part of weights, gradients and moments, and gathers a block's weights while it runs. none:
-    each rank holds all. auto: full where the memory plan says that all do not fit."""
+    """full: each rank holds a part of weights, gradients and moments, and gathers the weights of a block while it runs.
+    none: each rank holds all. auto: full where the memory plan says that all do not fit."""
     shard_over: Literal["all", "node"] = "all"
     """Ranks that hold a whole copy together: all, or those of each node (then a copy on each node)."""
     shard_exchange: Literal["pass", "update"] = "pass"

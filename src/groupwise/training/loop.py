@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from groupwise.core.advantage import compute_advantages
 from groupwise.core.balance import idle_share
 from groupwise.core.errors import UserError
-from groupwise.core.placement import place
+from groupwise.core.placement import place as place_step
 from groupwise.core.reward import term_statistics, weigh_present
 from groupwise.core.types import Advantages
 from groupwise.dist.devices import host_syncs
@@ -60,16 +61,12 @@ def train_step(setup: Setup) -> StepResult:
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
     timer, memory, syncs = StageTimer(), PeakMemory(comm.device), host_syncs(comm.device)
     comm.heartbeat.begin(f"step {state.step}")
+    place = partial(place_step, costs=setup.workload.expected_costs)
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []
     while needs_round(rounds, config, comm):  # one; with config.refill more, while too few groups have spread
         placement = place(
-            setup.shape,
-            seed=config.seed,
-            step=state.step,
-            round_index=len(rounds),
-            rounds=1 + config.refill,
-            costs=setup.workload.expected_costs,
+            setup.shape, seed=config.seed, step=state.step, round_index=len(rounds), rounds=1 + config.refill
         )
         rollouts = retry("rollout", generate_rollouts, setup, placement)
         group_ids = gather_group_ids(rollouts, placement, comm)

@@ -20,7 +20,7 @@ from groupwise.memory.recovery import RngAndBuffers, release_memory
 from groupwise.memory.stages import StepSpec
 from groupwise.training.config import Config
 from groupwise.training.rollout import compute_rewards, generate_rollouts
-from groupwise.training.setup import Setup, known_memory, set_up
+from groupwise.training.setup import Setup, known_memory, set_up, step_spec
 from groupwise.training.state import missing_adam_state, reserve_optimizer_memory
 
 FULL = 0.9
@@ -48,7 +48,7 @@ def choose_rows(setup: Setup) -> int:
     """
     model = known_memory(setup.config.workload)
     smallest_device = -setup.comm.max(-float(device_bytes(setup.comm.device)))[0]  # so that all ranks decide alike
-    spec = setup.config.step_spec(ranks=setup.comm.ranks, fused_optimizer=setup.state.fused)
+    spec = step_spec(setup.config, setup.comm, setup.workload, setup.state)
     most = setup.shape.rollouts_per_rank
     for rows in even_pass_sizes(most):
         if rows > most:

@@ -11,12 +11,14 @@ from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
-from groupwise.dist.sharding import shard
+from groupwise.dist.sharding import is_sharded, ranks_per_node, shard
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.memory.monitor import Monitor
-from groupwise.memory.plan import MemoryModel
+from groupwise.memory.plan import MemoryModel, needs_sharding
 from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
+from groupwise.memory.sharding import Sharding
+from groupwise.memory.stages import StepSpec
 from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
 from groupwise.training.nonfinite import NonfinitePolicy
@@ -92,23 +94,53 @@ def _build_workload(config: Config, comm: Comm, checkpoint: Path | None) -> Work
 
 
 def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
-    if config.shard == "none":
+    if config.shard == "none" or (config.shard == "auto" and _fits_unsharded(config, comm)):
         return
-    blocks = workload.shard_blocks()
+    if comm.ranks == 1:
+        raise UserError(
+            f"shard is '{config.shard}' and there is one rank, so there is nothing to share. Launch several with"
+            " `torchrun --nproc-per-node N -m groupwise ...`, or leave --shard away."
+        )
+    blocks, kind = workload.shard_blocks(), type(workload.policy).__name__
     if not blocks:
         raise UserError(
-            f"shard is '{config.shard}', and {type(workload).__name__} does not say which blocks of its policy"
-            f" ({type(workload.policy).__name__}) to gather one at a time: there is no list of layers (nn.ModuleList) in"
-            " it. Define shard_blocks() in the workload, or train without --shard."
+            f"shard is '{config.shard}', and {type(workload).__name__} does not say which blocks of its policy ({kind})"
+            " to gather one at a time: there is no list of layers (nn.ModuleList) in it. Define shard_blocks() in the"
+            " workload, or train without --shard."
         )
-    shard(workload.policy, blocks, comm, frozen=workload.frozen_models())
+    shard(
+        workload.policy,
+        blocks,
+        comm,
+        frozen=workload.frozen_models(),
+        ranks_per_shard=ranks_per_node(comm) if config.shard_over == "node" else None,
+        compute_dtype=workload.shard_dtype(),
+    )
+
+
+def _fits_unsharded(config: Config, comm: Comm) -> bool:
+    """By the memory plan of a rank that holds everything; also where there is none, or nobody to share with."""
+    model = known_memory(config.workload)
+    if model is None or comm.ranks == 1:
+        return True
+    smallest_device = -comm.max(-float(device_bytes(comm.device)))[0]  # so that all ranks decide alike
+    return not needs_sharding(model, config.step_spec(ranks=comm.ranks), int(smallest_device))
+
+
+def step_spec(config: Config, comm: Comm, workload: Workload, state: State) -> StepSpec:
+    """What the plan of this run needs to know, also how its policy is sharded."""
+    spec = config.step_spec(ranks=comm.ranks, fused_optimizer=state.fused)
+    if not is_sharded(workload.policy):
+        return spec
+    shared_by = ranks_per_node(comm) if config.shard_over == "node" else comm.ranks
+    return replace(spec, sharding=Sharding(shared_by, config.shard_over, exchange=config.shard_exchange))
 
 
 def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base_bytes: int, warn: Warn) -> Setup:
     shape = config.shape(conditions=workload.num_conditions, ranks=comm.ranks)
     monitor = Monitor(
         known_memory(config.workload),
-        config.step_spec(ranks=comm.ranks, fused_optimizer=state.fused),
+        step_spec(config, comm, workload, state),
         device_bytes=device_bytes(comm.device),
         base_bytes=base_bytes,
         on_accelerator=comm.device.type != "cpu",

@@ -127,6 +127,10 @@ class Workload(ABC):
 
         return blocks_of(self.policy)
 
+    def shard_dtype(self) -> torch.dtype | None:
+        """The dtype in which a sharded policy gathers its weights and computes; None for that of the weights."""
+        return None
+
     def frozen_models(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
         """Models beside the policy that `score` uses and that are sharded with it, each with its blocks."""
         return ()

@@ -83,16 +83,21 @@ def _load_prompts(
     return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
-def export(run: Path | str, folder: Path | str) -> Path:
-    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them."""
+def export(run: Path | str, folder: Path | str, *, adapter: bool = False) -> Path:
+    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them.
+
+    A LoRA adapter is merged; with `adapter` it is written alone, as PEFT does.
+    """
     run, folder = Path(run), Path(folder)
     checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
-    config = ChatConfig(policy=_policy_config(run))
+    config = ChatConfig(policy=replace(_policy_config(run), reference="none"))  # no second copy of the model
+    if adapter and config.policy.lora_rank is None:
+        raise UserError(f"The run in {run} trained all weights, so it has no adapter. Leave --adapter away.")
     policy = base_policy(config, torch.device("cpu"))
     _load_weights(policy, checkpoint)
-    if config.policy.lora_rank is not None:
+    if config.policy.lora_rank is not None and not adapter:
         merge_lora(policy.model)
     policy.model.save_pretrained(folder)
     load_tokenizer(config).save_pretrained(folder)

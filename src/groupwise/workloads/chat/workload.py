@@ -126,6 +126,9 @@ class ChatWorkload(Workload):
             tokens_per_pass=self.config.tokens_per_pass,
         )
 
+    def shard_dtype(self) -> torch.dtype | None:
+        return torch.bfloat16 if self.policy.config.dtype == "bfloat16" else None
+
     def frozen_models(self) -> Sequence[tuple[nn.Module, Sequence[nn.Module]]]:
         reference = self.policy.reference_model
         return [] if reference is None else [(reference, blocks_of(reference))]

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.files import parse_json
-from groupwise.workloads.checkpoint_files import EMA_WEIGHTS, WEIGHTS, newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import (
+    EMA_WEIGHTS,
+    WEIGHTS,
+    has_ema,
+    is_in_parts,
+    newest_valid_checkpoint,
+    read_weights,
+)
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import (
@@ -127,6 +134,8 @@ def find_checkpoint(run: Path) -> tuple[Path, Path]:
             f"The run {run} has not trained a controller that can be used without its task: {checkpoint.name} has no"
             f" {CONFIG}. Name a run of `groupwise train controller`; a task of your own needs a `source`."
         )
+    if is_in_parts(checkpoint):
+        return checkpoint, checkpoint
     ema = checkpoint / EMA_WEIGHTS
     return checkpoint, ema if ema.is_file() else checkpoint / WEIGHTS
 
@@ -207,9 +216,9 @@ def _source(config: Mapping[str, Any]) -> ModelSource:
 
 
 def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:
-    """The network with the weights of a file."""
+    """The network with the weights of a file, or of a checkpoint folder of a sharded run."""
     try:
-        saved: dict[str, Tensor] = load_file(file)
+        saved: dict[str, Tensor] = dict(read_weights(file, ema=has_ema(file))) if file.is_dir() else load_file(file)
     except (OSError, SafetensorError) as error:
         raise UserError(f"The weights {file} cannot be read ({error}). Restore the file, or save it again.") from error
     policy = ControllerNetwork(settings.width, settings.options, sees_overview=settings.sees_overview)

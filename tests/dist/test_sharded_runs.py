@@ -1,0 +1,79 @@
+"""Sharded runs from the command line: killed and resumed, exported, and what is refused."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from processes import ENVIRONMENT, free_port, groupwise, on_ranks, wait_for_steps
+from test_sharded_checkpoints import resume
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from groupwise.workloads.checkpoint_files import read_metadata, read_weights
+
+TRAIN = ("-m", "groupwise", "train", "dist.shard_fakes:recipe", "--shard", "full", "--checkpoint-every", "2")
+
+
+def hashes_of(folder):
+    return {
+        name: value
+        for name, value in read_metadata(folder / "checkpoints" / "step-000008")["sha256"].items()
+        if name.startswith("shard-")
+    }
+
+
+@pytest.mark.timeout(300)
+def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
+    unbroken = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "unbroken"])
+    assert unbroken.returncode == 0, unbroken.stderr[-3000:]
+    launch = f"-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port {free_port()}"
+    arguments = [sys.executable, *launch.split(), *TRAIN, "--run-dir", str(tmp_path / "killed")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(arguments, env=ENVIRONMENT, text=True, start_new_session=True, **pipes)
+    wait_for_steps(tmp_path / "killed", 5, process, seconds=120)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=30)
+    resumed = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "killed", "--resume"])
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "Resuming" in resumed.stderr
+    assert len(hashes_of(tmp_path / "unbroken")) == 2
+    assert hashes_of(tmp_path / "killed") == hashes_of(tmp_path / "unbroken")
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_checkpoint_is_exported_as_a_model_that_transformers_loads(tmp_path):
+    resume(tmp_path / "steps", "2-1")
+    run = tmp_path / "run"
+    shutil.copytree(tmp_path / "steps" / "checkpoints-2", run / "checkpoints")
+    checkpoint = run / "checkpoints" / "step-000002"
+    (run / "config.json").write_text(json.dumps(read_metadata(checkpoint)["config"]))
+    ended = groupwise("export", run, tmp_path / "model", "--json")
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    assert json.loads(ended.stdout)["kind"] == "a language model"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    weights = dict(model.named_parameters())
+    for name, weight in read_weights(checkpoint, ema=True):
+        assert_close(weights[name.removeprefix("model.")].double(), weight, rtol=0, atol=1e-6)
+    again = groupwise("export", run, tmp_path / "model")
+    assert again.returncode == 2
+    assert "is not empty" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flags", "message"),
+    [
+        (1, ["dist.shard_fakes:recipe"], "shard is 'full' and there is one rank"),
+        (2, ["dist.shard_fakes:without_blocks"], "there is no list of layers (nn.ModuleList) in it"),
+    ],
+)
+def test_what_cannot_be_sharded_is_refused(tmp_path, ranks, flags, message):
+    program = ["-m", "groupwise", "train", *flags, "--shard", "full", "--run-dir", tmp_path / "run", "--json"]
+    ended = on_ranks(ranks, program)
+    assert message in ended.stderr, ended.stderr[-2000:]
+    assert message in json.loads(ended.stdout)["error"]
+    assert "exitcode  : 2" in ended.stderr
+    assert not (tmp_path / "run").exists()
