@@ -33,7 +33,7 @@ def right_share(prompts, completions, **columns) -> list[float]:
 
 class DoorsReporter(gw.Reporter):
     def describe_rollouts(self, rollouts: gw.Rollouts) -> list[dict]:
-        rooms, doors = rollouts.data["rooms"], rollouts.data["doors"]
+        rooms, doors = rollouts.data["rooms"].cpu(), rollouts.data["doors"].cpu()
         return [
             {"room": room.tolist(), "doors": door.tolist(), "right": right_doors(room[None])[0].tolist()}
             for room, door in zip(rooms, doors, strict=True)

@@ -44,6 +44,7 @@ def build() -> Any:
     folder = build_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / "build.lock"):
+        (folder / "lock").unlink(missing_ok=True)  # torch's own lock, which a build that was killed leaves behind
         return cpp_extension.load(
             "groupwise_emulated", [str(SOURCE)], build_directory=str(folder), extra_cflags=["-O1", "-w"]
         )

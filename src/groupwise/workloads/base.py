@@ -68,6 +68,9 @@ class Workload(ABC):
     """Size of the dataset."""
     reporter: Reporter = Reporter()
     """What people see; replaced by workloads that have more to say."""
+    compute_dtype: str | None = None
+    """The dtype of the policy's products where it is less exact than its log-probabilities, such as "bfloat16": what is
+    sampled and what is scored then differ by its rounding."""
     row_limits: Mapping[str, int] = {}
     """The workload's own limits on rows processed at once: decode_rows (rollout), encode_rows (rewards), eval_rows
     (evaluation). Set them in __init__, read them on every call: they are halved when memory runs out in their stage."""

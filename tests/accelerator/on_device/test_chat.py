@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny.llama import llama, make_model, ragged_prompts, rows_for
+from tiny.llama import llama, ragged_prompts, rows_for
 
 from accelerator.steps import small_recipe
 from groupwise.dist.devices import move_module
@@ -22,9 +22,7 @@ PROMPTS, OF_ROW = ragged_prompts(3), [0, 0, 1, 1, 2, 2]
 
 
 def policy_on(device, **settings):
-    torch.manual_seed(0)
-    model = make_model(llama(tie_word_embeddings=True))
-    return make_policy(move_module(model, device), PolicyConfig("tiny", **settings))
+    return make_policy(move_module(llama(tie_word_embeddings=True), device), PolicyConfig("tiny", **settings))
 
 
 def complete(policy, **changes):
@@ -100,8 +98,9 @@ def test_ratio_is_one_in_bfloat16_with_weights_gradients_and_optimizer_in_float3
     ratio = next(check for check in preflight(setup) if check.name.startswith("ratio"))
     assert ratio.passed, ratio.detail
     metrics = train_step(setup).metrics
-    assert metrics["ratio_max"] == pytest.approx(1, abs=0.05)
-    assert metrics["ratio_min"] == pytest.approx(1, abs=0.05)
+    assert metrics["ratio_mean"] == pytest.approx(1, abs=0.01)
+    assert metrics["ratio_max"] == pytest.approx(1, abs=0.1)
+    assert metrics["ratio_min"] == pytest.approx(1, abs=0.1)
     state = setup.state.optimizer.state
     assert {weight.dtype for weight in setup.state.trainable} == {torch.float32}
     assert {moment.dtype for moments in state.values() for moment in (moments["exp_avg"],)} == {torch.float32}

@@ -49,7 +49,7 @@ class ChatWorkload(Workload):
         self.components, self.config = components, config
         self.policy = components.policy
         self.num_conditions = len(components.training)
-        self.sampling = components.sampling
+        self.sampling, self.compute_dtype = components.sampling, config.policy.dtype
         self.row_limits = {"decode_rows": config.decode_rows, "eval_rows": config.decode_rows}
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
