@@ -4,6 +4,7 @@
 
 Prints one JSON object. Each figure is a median over a tenth of the steps; the first tenth is warm-up, so the second is
 compared with the last. `growth_per_1000_steps` is the slope of a straight line through all steps but the first tenth.
+Where the machine has other work, of the times only `step_cpu_ms` means something.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def soak(config: gw.Config, folder: Path) -> dict[str, Any]:
     display = ProgressDisplay(config, silent=True)
     with StepLog(setup, run_folder, display) as log:
         while setup.state.step < config.steps:
-            begun = time.perf_counter()
+            begun, begun_cpu = time.perf_counter(), time.process_time()
             log.record(train_step(setup))
-            seconds = time.perf_counter() - begun
+            seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
             if setup.state.step % config.run.checkpoint_every == 0:
                 log.save()
             rows.append(
@@ -80,6 +81,7 @@ def soak(config: gw.Config, folder: Path) -> dict[str, Any]:
                     "open_files": float(process.num_fds()),
                     "threads": float(threading.active_count()),
                     "step_ms": 1e3 * seconds,
+                    "step_cpu_ms": 1e3 * cpu_seconds,
                 }
             )
     run_folder.release()

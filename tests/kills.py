@@ -2,7 +2,8 @@
 
     python kills.py RECIPE FOLDER KILLS
 
-Prints one JSON object: whether both runs have the same bytes, and the seconds until a killed run was where it had been.
+Prints one JSON object: whether both runs have the same bytes, how many kills came while a child was still starting, and
+for the others the seconds from the start of a child to the first step that it logged beyond those of its predecessors.
 Children are forked from a process that has imported everything: that takes much longer than the steps.
 """
 
@@ -52,14 +53,16 @@ def main(recipe: str, folder: Path, kills: int) -> None:
     config = small_recipe(recipe, steps=steps, checkpoint_every=1, resume=True)
     config = replace(config, run=replace(config.run, run_dir=folder / "killed"))
     config.workload.build(__import__("torch").device("cpu"))  # imports what it needs
-    step_s, recovery_s = 0.2, []
+    step_s, recovery_s, at_start = 0.2, [], 0
     for kill in range(kills):
         begun, before = time.monotonic(), logged(folder / "killed")
         child = start(config)
         while logged(folder / "killed") < kill + 1:
             time.sleep(0.005)
             assert os.waitpid(child, os.WNOHANG) == (0, 0), "a child has ended by itself"
-        if before:
+        if before >= kill + 1:  # the lines of its predecessors: this one has not trained yet
+            at_start += 1
+        elif before:
             recovery_s.append(time.monotonic() - begun)
         time.sleep(draw.uniform(0, 1.5 * step_s))  # in any stage of the next step, or while the checkpoint is written
         os.kill(child, signal.SIGKILL)
@@ -69,7 +72,8 @@ def main(recipe: str, folder: Path, kills: int) -> None:
         assert os.waitpid(child, 0)[1] == 0, f"{run} has failed"
     same = result_of(folder / "killed", steps) == result_of(folder / "unbroken", steps)
     recovery = statistics.median(recovery_s) if recovery_s else 0.0
-    sys.stdout.write(json.dumps({"kills": kills, "same": same, "median_recovery_s": round(recovery, 2)}) + "\n")
+    figures = {"kills": kills, "at_start": at_start, "same": same, "median_recovery_s": round(recovery, 2)}
+    sys.stdout.write(json.dumps(figures) + "\n")
 
 
 if __name__ == "__main__":

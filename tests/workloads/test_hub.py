@@ -1,20 +1,34 @@
-"""What identifies a model's configuration: everything but where and how it was loaded."""
+"""A hub that cannot be reached is noticed within seconds, and what is in the cache is still used."""
 
-from types import SimpleNamespace
+import time
 
-from groupwise.workloads.hub import stable_config
+import pytest
+from huggingface_hub import constants
+from processes import free_port
+
+from groupwise.core.errors import UserError
+from groupwise.workloads.hub import load_from_hub
 
 
-def model_with(**settings):
-    return SimpleNamespace(config=SimpleNamespace(to_dict=lambda: settings))
+@pytest.fixture
+def unreachable(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
 
 
-def test_where_a_model_was_loaded_does_not_change_its_configuration():
-    inner = {"width": 8, "_attn_implementation": "sdpa", "dtype": "bfloat16"}
-    here = model_with(layers=2, text=inner, parts=[inner], _name_or_path="/here", transformers_version="5.1")
-    there = model_with(parts=[{"width": 8}], text={"width": 8, "dtype": "float32"}, layers=2, _name_or_path="/there")
-    assert stable_config(here) == stable_config(there) == '{"layers": 2, "parts": [{"width": 8}], "text": {"width": 8}}'
-    assert stable_config(model_with(layers=3)) != stable_config(model_with(layers=2))
-    named = model_with(layers=2, architectures=["A"])
-    assert stable_config(named) != stable_config(model_with(layers=2))
-    assert stable_config(named, ignore=("architectures",)) == stable_config(model_with(layers=2))
+def test_an_unreachable_hub_is_refused_without_retries(unreachable):
+    from transformers import AutoConfig
+
+    begun = time.monotonic()
+    with pytest.raises(UserError, match=r"in the local cache \(the hub cannot be reached\)") as raised:
+        load_from_hub("nowhere", lambda: AutoConfig.from_pretrained("nowhere"), called="The model 'nowhere'")
+    assert time.monotonic() - begun < 20
+    assert "\n" not in str(raised.value)
+
+
+def test_what_the_loader_has_is_returned_without_the_hub(unreachable):
+    assert load_from_hub("cached", lambda: 5, called="The model") == 5
+    assert constants.HF_HUB_OFFLINE  # so that the hub's library asks its cache alone

@@ -31,6 +31,11 @@ def only_named_code(allowed: Iterable[str]) -> Iterator[None]:
         _allowed = before
 
 
+def settings_are_trusted() -> bool:
+    """Whether settings come from the user; else from a folder that someone else may have written."""
+    return _allowed is None
+
+
 def refuse_unnamed_code(spec: str, setting: str) -> None:
     """Refuse code or a service that only the settings of a run name, and not the user."""
     if _allowed is not None and spec not in _allowed:

@@ -126,14 +126,15 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise UserError(f"Reading {path} needs a package: pip install pyarrow. Or name a JSONL file.") from error
     try:
         batches = parquet.ParquetFile(path).iter_batches()
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except ArrowInvalid as error:
-        raise UserError(f"{path} is not a parquet file ({error}). Write it again, or name a JSONL file.") from error
+    except (ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path} is not a parquet file ({reason}). Write it again, or name a JSONL file.") from error
 
 
 def _read_dataset_folder(path: Path) -> Iterator[tuple[int, Any]]:

@@ -17,11 +17,17 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from torch import Tensor
 
+from groupwise.core.files import MAX_JSON_BYTES, parse_json
+from groupwise.core.units import format_bytes
 from groupwise.rewards.time_limit import with_time_limit
+
+_LARGEST = 2**1023
+"""Larger whole numbers are no float64."""
 
 
 class ServiceError(Exception):
@@ -70,7 +76,7 @@ class HttpReward:
                 time.sleep(self.backoff_s * 2 ** (attempt - 1))
             try:
                 return _parse_rewards(self._request(body), rows)
-            except (OSError, ValueError, ServiceError) as error:  # URLError and timeouts are OSErrors
+            except (OSError, ValueError, HTTPException, ServiceError) as error:  # URLError and timeouts are OSErrors
                 reason = f"{type(error).__name__}: {error}"
         raise ServiceError(f"{self.url} gave no rewards in {self.retries + 1} tries; the last: {reason}")
 
@@ -82,19 +88,23 @@ class HttpReward:
     def _post_once(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
-            answer: bytes = response.read()
+            answer: bytes = response.read(MAX_JSON_BYTES + 1)
+        if len(answer) > MAX_JSON_BYTES:
+            raise ServiceError(f"the answer has more than {format_bytes(MAX_JSON_BYTES)}")
         return answer
 
 
 def _parse_rewards(answer: bytes, rows: int) -> list[float | None]:
     """The numbers of an answer; anything else is refused, never read as zero."""
-    content = json.loads(answer)
+    content = parse_json(answer)
     rewards = content.get("rewards") if isinstance(content, dict) else None
     if not isinstance(rewards, list) or len(rewards) != rows:
         raise ServiceError(f'the answer must be {{"rewards": [{rows} numbers]}}, not {answer[:80]!r}')
     for value in rewards:
         if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise ServiceError(f"a reward must be a number or null, not {value!r}")
+            raise ServiceError(f"a reward must be a number or null, not {str(value)[:80]!r}")
+        if isinstance(value, int) and abs(value) > _LARGEST:
+            raise ServiceError(f"a reward has {len(str(value))} digits")
     return rewards
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
+from groupwise.core.json_types import has_type
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.memory.stages import StepSpec
 from groupwise.workloads.base import WorkloadConfig
@@ -221,7 +221,7 @@ def from_dict(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
             changed[entry.name] = from_dict(current, value, f"{name}.")
         elif isinstance(current, Mapping) or isinstance(value, list) or _is_plain(current) or "Path" in str(entry.type):
             hint = hints.get(entry.name, Any)
-            require(_has_type(value, hint), name, _shorten(value), f"of type {entry.type}")
+            require(has_type(value, hint), name, _shorten(value), f"of type {entry.type}")
             changed[entry.name] = _from_json(value, entry)
     return dataclasses.replace(config, **changed)
 
@@ -238,24 +238,6 @@ def _type_hints(kind: type) -> dict[str, Any]:
         return typing.get_type_hints(kind)
     except NameError:
         return {}
-
-
-def _has_type(value: Any, hint: Any) -> bool:
-    """Whether a JSON value can be of a field's type; types that JSON has no form for are not checked."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, option) for option in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin is tuple:
-        inner = arguments[:1] * len(value) if isinstance(value, list) and arguments[-1] is ... else arguments
-        return isinstance(value, list) and len(inner) == len(value) and all(map(_has_type, value, inner))
-    if origin is not None and issubclass(origin, Mapping):
-        return isinstance(value, dict) and all(_has_type(entry, arguments[1]) for entry in value.values())
-    plain: dict[Any, Any] = {int: int, float: (int, float), str: str, bool: bool, Path: str, type(None): type(None)}
-    if hint not in plain:
-        return True
-    return isinstance(value, plain[hint]) and isinstance(value, bool) <= (hint is bool)
 
 
 def _shorten(value: Any) -> str:

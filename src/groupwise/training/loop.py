@@ -15,12 +15,13 @@ from groupwise.core.advantage import compute_advantages
 from groupwise.core.balance import idle_share
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place as place_step
-from groupwise.core.reward import term_statistics, weigh_present
+from groupwise.core.reward import term_statistics
+from groupwise.core.reward import weigh_present as weigh
 from groupwise.core.types import Advantages
 from groupwise.dist.devices import host_syncs
 from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
-from groupwise.training.nonfinite import nonfinite_rollouts, rows_of_groups
+from groupwise.training.nonfinite import rows_of_groups
 from groupwise.training.rollout import (
     Round,
     compute_rewards,
@@ -71,17 +72,16 @@ def train_step(setup: Setup) -> StepResult:
         rollouts = retry("rollout", generate_rollouts, setup, placement)
         group_ids = gather_group_ids(rollouts, placement, comm)
         timer.lap("rollout_s")
-        rewards = weigh_present(retry("reward", compute_rewards, setup, rollouts), config.reward)
+        rewards = weigh(retry("reward", compute_rewards, setup, rollouts), config.reward)
         timer.lap("reward_s")
         rounds.append(Round(placement, rollouts, group_ids, rewards))
     batch = join_rounds(rounds)
     advantages = compute_advantages(batch.rewards, batch.group_ids, config.advantage)
     advantages, refill_metrics = keep_first_groups(advantages, batch, config, comm)
-    setup.nonfinite.problem = nonfinite_rollouts(batch, config, comm)
-    metrics = {"trained_rollouts": 0.0} if setup.nonfinite.problem else update(setup, batch, advantages)
+    metrics = update(setup, batch, advantages)
+    timer.lap("update_s")
     skipped_samples = describe_nonfinite(setup, batch, advantages)
     setup.nonfinite.decide(skipped_samples)
-    timer.lap("update_s")
     metrics = workload_metrics(setup, batch, advantages) | refill_metrics | metrics
     samples = describe_rollouts(setup, batch, advantages)
     metrics = summarize_step(batch, advantages, metrics, timer, setup) | setup.recovery.step_metrics()

@@ -34,7 +34,7 @@ from groupwise.core.types import Advantages, Rollouts, Scores, concatenate_score
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharding import call_block, exchange_gradients, full, is_sharded, passes_in_step
 from groupwise.training.config import Config
-from groupwise.training.nonfinite import NonfiniteError, NonfiniteStep
+from groupwise.training.nonfinite import NonfiniteError, NonfiniteStep, nonfinite_rollouts
 from groupwise.training.rollout import Round, rank_slice
 from groupwise.training.setup import Setup
 from groupwise.training.state import State, learning_rate, reserve_optimizer_memory
@@ -219,10 +219,13 @@ class TrainingBatch:
 def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, float]:
     """Update the policy `updates_per_step` times; not at all where no group has spread.
 
-    A loss or gradient that is not finite is not applied, and ends the updates of this step. What is retried after an
-    out-of-memory error has changed no weight yet, so no update is ever undone.
+    Nothing is applied where the rollouts, the loss or the gradient are not finite: `setup.nonfinite` then says why.
+    What is retried after an out-of-memory error has changed no weight yet, so no update is ever undone.
     """
     retry = setup.recovery.retry_smaller
+    setup.nonfinite.problem = nonfinite_rollouts(batch, setup.config, setup.comm)
+    if setup.nonfinite.problem:
+        return {"trained_rollouts": 0.0}
     training = retry("update", select_rows, setup, batch, advantages)
     if not training.totals.decisions:
         return {"trained_rollouts": 0.0}

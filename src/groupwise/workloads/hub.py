@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import socket
+import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from huggingface_hub import constants
 from safetensors import SafetensorError
 from transformers.utils import logging
 
@@ -17,6 +22,8 @@ from groupwise.core.errors import UserError
 
 _Loaded = TypeVar("_Loaded")
 _LARGE_BYTES = 100 * 2**20  # of weights: below, loading takes no noticeable time
+_CONNECT_S = 5.0
+"""Longest wait for the hub."""
 _UNSTABLE_KEYS = ("transformers_version", "dtype")
 
 
@@ -34,16 +41,38 @@ def resolve_model(name: str | Path, *, no_folder: str, no_model: str) -> str:
 
 def load_from_hub(source: str, load: Callable[[], _Loaded], *, called: str, remedy: str = "") -> _Loaded:
     """What `load` returns for a source; its errors become a message about `called`."""
+    offline = not Path(source).is_dir() and _use_cache_alone_when_offline()
     with _progress_bar_for_large_models(source):
         try:
             return load()
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            where = "in this folder" if Path(source).is_dir() else "in the local cache and on the hub"
+            cache = "in the local cache (the hub cannot be reached)" if offline else "in the local cache and on the hub"
+            where = "in this folder" if Path(source).is_dir() else cache
             raise UserError(
                 f"{called} cannot be loaded; it was looked for {where}. transformers says:"
                 f" {' '.join(str(error).split())[:400]} Check the name and the network, or download the model and name"
                 f" its folder{remedy}."
             ) from error
+
+
+def _use_cache_alone_when_offline() -> bool:
+    """Whether the hub cannot be reached: then its library answers from the cache at once, instead of retrying for a
+    minute. Behind a proxy nothing is tried."""
+    if constants.HF_HUB_OFFLINE or any(urllib.request.getproxies().get(kind) for kind in ("http", "https", "all")):
+        return bool(constants.HF_HUB_OFFLINE)
+    hub = urllib.parse.urlsplit(constants.ENDPOINT)
+    address = hub.hostname or "", hub.port or (80 if hub.scheme == "http" else 443)
+    reached: list[bool] = []
+
+    def connect() -> None:
+        with suppress(OSError), socket.create_connection(address, timeout=_CONNECT_S):
+            reached.append(True)
+
+    attempt = threading.Thread(target=connect, daemon=True)  # looking up a name has no time limit of its own
+    attempt.start()
+    attempt.join(_CONNECT_S)
+    constants.HF_HUB_OFFLINE = not reached
+    return not reached
 
 
 def stable_config(model: Any, *, ignore: tuple[str, ...] = ()) -> str:

@@ -8,6 +8,7 @@ import pytest
 from processes import ENVIRONMENT
 
 from groupwise.core.errors import UserError
+from groupwise.core.imports import only_named_code
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.knobs import Knobs
 
@@ -77,3 +78,19 @@ def test_a_file_that_is_no_database_is_refused(tmp_path):
     (tmp_path / "answers.sqlite").write_text("not a database, but long enough to be looked at as one" * 10)
     with pytest.raises(UserError, match="cannot be used"):
         AnswerCache("m", tmp_path / "answers.sqlite")
+
+
+def test_a_file_that_only_a_strangers_settings_name_is_read_but_never_written(tmp_path):
+    known = AnswerCache("m", tmp_path / "known")
+    known.store({("sample", KNOBS): (1, 2)})
+    known.close()
+    (tmp_path / "secret").write_text("not a database")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with only_named_code(()):
+        for name, count in (("known", 1), ("secret", 0), ("absent/new", 0)):
+            cache = AnswerCache("m", tmp_path / name)
+            assert len(cache.lookup([("sample", KNOBS)])) == count
+            cache.store({("another", KNOBS): (3,)})
+            assert cache.lookup([("another", KNOBS)]) == {("another", KNOBS): (3,)}  # in memory
+            cache.close()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from groupwise.core.errors import UserError
+from groupwise.core.files import open_regular
+from groupwise.core.imports import settings_are_trusted
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixStates
 from groupwise.workloads.controller.model.knobs import Knobs
 
@@ -44,6 +46,7 @@ class AnswerCache:
         self.model, self.precomputed = model, precomputed
         self._answers: dict[AnswerKey, tuple[int, ...]] = {}
         self._file = _open(path) if path is not None else None
+        self._writable = settings_are_trusted()
 
     def lookup(self, keys: Iterable[AnswerKey]) -> dict[AnswerKey, tuple[int, ...]]:
         """The answers that are known, by key."""
@@ -53,7 +56,7 @@ class AnswerCache:
     def store(self, answers: Mapping[AnswerKey, tuple[int, ...]]) -> None:
         """Keep new answers, on disk in one transaction."""
         self._answers.update(answers)
-        if self._file is not None:
+        if self._file is not None and self._writable:
             rows = [(*self._row(key), " ".join(map(str, tokens))) for key, tokens in answers.items()]
             with _transaction(self._file):
                 self._file.executemany("insert or ignore into answers values (?, ?, ?, ?, ?, ?, ?)", rows)
@@ -92,7 +95,9 @@ def _transaction(file: sqlite3.Connection) -> Iterator[None]:
     file.execute("commit")
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path) -> sqlite3.Connection | None:
+    if not settings_are_trusted():
+        return _open_to_read(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = sqlite3.connect(path, timeout=60, isolation_level=None)
@@ -104,6 +109,18 @@ def _open(path: Path) -> sqlite3.Connection:
             f"The file of cached answers {path} cannot be used ({error}). Name another file, or delete it: it can be"
             " computed again from the model."
         ) from error
+
+
+def _open_to_read(path: Path) -> sqlite3.Connection | None:
+    """The answers in a file that only a run's config.json names, where there are any: nothing is written."""
+    uri = f"{path.resolve().as_uri()}?mode=ro&immutable=1"
+    try:
+        open_regular(path).close()
+        file = sqlite3.connect(uri, uri=True, isolation_level=None)
+        file.execute("select model, sample, tier, insertion_position, top_k, blocks, tokens from answers limit 1")
+    except (sqlite3.Error, UserError):
+        return None
+    return file
 
 
 def answer_with_cache(

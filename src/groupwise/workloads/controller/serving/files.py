@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import warnings
 from collections.abc import Mapping
@@ -16,7 +17,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import parse_json
+from groupwise.core.files import MAX_JSON_BYTES, parse_json
+from groupwise.core.json_types import misfit
+from groupwise.core.units import format_bytes
 from groupwise.workloads.checkpoint_files import (
     EMA_WEIGHTS,
     WEIGHTS,
@@ -43,6 +46,7 @@ NETWORK_VERSION = 4
 """Goes up with every change of what the network reads, how it decides or what config.json contains: the weights alone
 would not show it."""
 _MODEL_TYPE = "groupwise-controller"
+_MOST_OPTIONS = 4096
 _FITTED, _CUSTOM = "fitted", "custom"
 
 
@@ -171,7 +175,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
             " folder to AdaptiveModel.load()."
         )
     try:
-        config = parse_json(file.read_bytes())
+        config = parse_json(_bounded(file))
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"{file} is damaged ({error}). Restore it, or save the controller again.") from error
     if not isinstance(config, dict) or config.get("model_type") != _MODEL_TYPE:
@@ -181,7 +187,71 @@ def _read_config(folder: Path) -> dict[str, Any]:
             f"The controller in {folder} was saved by another version of groupwise, whose network or settings differ."
             " Train it again."
         )
+    problem = _config_problem(config)
+    if problem:
+        raise UserError(f"{file} is damaged ({problem}). Restore it, or save the controller again.")
     return config
+
+
+def _bounded(file: Path) -> bytes:
+    if file.stat().st_size > MAX_JSON_BYTES:
+        raise UserError(f"{file} cannot be read: it has more than {format_bytes(MAX_JSON_BYTES)}. Restore it.")
+    return file.read_bytes()
+
+
+@dataclass(frozen=True)
+class _ConfigFile:
+    """The types of config.json beside those of `ModelSource`."""
+
+    width: int
+    options: Mapping[str, Any]
+    budget: Mapping[str, Any]
+    sees_overview: bool
+    trained_budget_range: tuple[float, float]
+    max_new_tokens: int
+    stop_token: int | None
+    estimator: Mapping[str, Any]
+
+
+def _config_problem(config: Mapping[str, Any]) -> str | None:
+    """What does not fit in a config.json of the right version; None where all does."""
+    source = {entry.name for entry in fields(ModelSource)}
+    rest = {name: value for name, value in config.items() if name not in (*source, "model_type", "network")}
+    problem = misfit(ModelSource, {name: config[name] for name in source if name in config}) or misfit(
+        _ConfigFile, rest
+    )
+    if problem:
+        return problem
+    nested = {"options": KnobOptions, "budget": BudgetConfig}
+    if config["estimator"].get("kind") == PROPORTIONAL:
+        nested["estimator"] = ProportionalEstimator
+    for name, record in nested.items():
+        content = {key: value for key, value in config[name].items() if key != "kind"}
+        problem = misfit(record, content, ignore=("options",))
+        if problem:
+            return f"in {name!r} {problem}"
+    return _range_problem(config)
+
+
+def _range_problem(config: Mapping[str, Any]) -> str | None:
+    """Numbers that would take all memory or time, or that mean nothing."""
+    options = config["options"]
+    counts = [options.get(name, 0) for name in ("total_blocks", "full_top_k", "max_dropped_blocks", "smallest_top_k")]
+    counts += [*options["crops_by_tier"].values(), *options.get("insertion_positions", ())]
+    numbers = [*config["trained_budget_range"], *config["budget"].get("values", ())]
+    rules = {
+        "'max_new_tokens' is not from 1 to 1,048,576": 1 <= config["max_new_tokens"] <= 2**20,
+        "'width' is not from 1 to 1,048,576": 1 <= config["width"] <= 2**20,
+        "a count in 'options' is not from 0 to 4,096": all(0 <= count <= _MOST_OPTIONS for count in counts),
+        "'options' has no tier or no insertion position": bool(
+            options["crops_by_tier"] and options.get("insertion_positions", (1,))
+        ),
+        "'options' has too many entries": max(map(len, (options["crops_by_tier"], options["drop_order"])))
+        <= _MOST_OPTIONS,
+        "a budget is not a finite number": all(math.isfinite(number) for number in numbers),
+        "'dtype' is no dtype": isinstance(getattr(torch, config.get("dtype", "float32"), None), torch.dtype),
+    }
+    return next((problem for problem, holds in rules.items() if not holds), None)
 
 
 def read_settings(
