@@ -73,11 +73,12 @@ def _to_double(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 def configs(folder: Path) -> dict[str, gw.Config]:
     kl, ranking = gw.LossConfig(kl=0.05, entropy=0.01), gw.LossConfig(kind="ranking")
     flow = replace(workloads.flow.small.recipe(), workload=DoubleFlow(reference=True), **SHAPE)
+    slow, many = gw.OptimizerConfig(learning_rate=1e-4), {**SHAPE, "group_size": 4}
     budget = BudgetConfig(values=(0.7, 0.9, 1.2))
     twice = gw.OptimizerConfig(learning_rate=1e-2, updates_per_step=2, ema_decay=0.5)
     return {
         "chat": replace(_chat(folder, reference="copy"), loss=kl),
-        "controller": replace(tiny.controller.recipe(), workload=DoubleController(budget=budget), **{**SHAPE, "group_size": 4}),
+        "controller": replace(tiny.controller.recipe(), workload=DoubleController(budget=budget), optimizer=slow, **many),
         "flow": replace(flow, rows_per_pass=1),  # it takes latents in float32, where the rows of a pass matter
         "idle": replace(fakes.recipe(), workload=FakeConfig(), loss=ranking, optimizer=twice, **SHAPE),
         **{

@@ -8,7 +8,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from processes import ENVIRONMENT, free_port, groupwise, on_ranks, wait_for_steps
+from safetensors.torch import load_file
 from test_sharded_checkpoints import resume
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -18,20 +20,17 @@ from groupwise.workloads.checkpoint_files import read_metadata, read_weights
 TRAIN = ("-m", "groupwise", "train", "dist.shard_fakes:recipe", "--shard", "full", "--checkpoint-every", "2")
 
 
-def hashes_of(folder):
-    return {
-        name: value
-        for name, value in read_metadata(folder / "checkpoints" / "step-000008")["sha256"].items()
-        if name.startswith("shard-")
-    }
+def parts_of(folder):
+    """The tensors of each part. Their order in a file may differ."""
+    return {path.name: load_file(path) for path in (folder / "checkpoints" / "step-000008").glob("shard-*")}
 
 
 @pytest.mark.timeout(300)
 def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
     unbroken = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "unbroken"])
     assert unbroken.returncode == 0, unbroken.stderr[-3000:]
-    launch = f"-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port {free_port()}"
-    arguments = [sys.executable, *launch.split(), *TRAIN, "--run-dir", str(tmp_path / "killed")]
+    launch = "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port"
+    arguments = [sys.executable, *launch.split(), str(free_port()), *TRAIN, "--run-dir", str(tmp_path / "killed")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, env=ENVIRONMENT, text=True, start_new_session=True, **pipes)
     wait_for_steps(tmp_path / "killed", 5, process, seconds=120)
@@ -40,8 +39,11 @@ def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
     resumed = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "killed", "--resume"])
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "Resuming" in resumed.stderr
-    assert len(hashes_of(tmp_path / "unbroken")) == 2
-    assert hashes_of(tmp_path / "killed") == hashes_of(tmp_path / "unbroken")
+    killed, unbroken_parts = parts_of(tmp_path / "killed"), parts_of(tmp_path / "unbroken")
+    assert len(unbroken_parts) == 2
+    for part, tensors in unbroken_parts.items():
+        assert killed[part].keys() == tensors.keys()
+        assert all(torch.equal(killed[part][name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.timeout(300)
@@ -77,3 +79,30 @@ def test_what_cannot_be_sharded_is_refused(tmp_path, ranks, flags, message):
     assert message in json.loads(ended.stdout)["error"]
     assert "exitcode  : 2" in ended.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_two_launchers_with_a_copy_on_each_node_make_the_run_of_one_process(tmp_path):
+    alone = groupwise("train", "dist.shard_fakes:recipe", "--run-dir", tmp_path / "alone")
+    assert alone.returncode == 0, alone.stderr[-2000:]
+    port = str(free_port())
+    launch = "-m torch.distributed.run --nproc-per-node 2 --nnodes 2 --master-addr 127.0.0.1 --master-port"
+    flags = [*TRAIN, "--shard-over", "node", "--run-dir", str(tmp_path / "nodes")]
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, *launch.split(), port, "--node-rank", str(node), *flags],
+            env=ENVIRONMENT | {"GLOO_SOCKET_IFNAME": "lo"},
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        for node in (0, 1)
+    ]
+    for process in nodes:
+        _, stderr = process.communicate(timeout=200)
+        assert process.returncode == 0, stderr[-3000:]
+    expected = dict(read_weights(tmp_path / "alone" / "checkpoints" / "step-000008", ema=False))
+    weights = dict(read_weights(tmp_path / "nodes" / "checkpoints" / "step-000008", ema=False))
+    assert len(parts_of(tmp_path / "nodes")) == 2  # the second copy is not written
+    for name, weight in expected.items():
+        assert_close(weights[name], weight, rtol=0, atol=1e-12)
