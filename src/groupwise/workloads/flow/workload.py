@@ -99,13 +99,15 @@ class FlowWorkload(Workload):
         )
 
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
-        conditions, request = self.conditions_of(rollouts), rollouts.data.get("reward_request")
-        asked = request is not None and self._requests.holds(request)
-        terms = self._requested_rewards(conditions, request) if asked else self._rewards_of_clips(rollouts)
+        conditions = self.conditions_of(rollouts)
+        request: Tensor | None = rollouts.data.get("reward_request")
+        if request is not None and not self._requests.holds(request):
+            request = None  # rewarded before
+        terms = self._rewards_of_clips(rollouts) if request is None else self._requested_rewards(conditions, request)
         if self.task.step_rewards:
             predicted = [self.decode(latents) for latents in self._predict_clean(rollouts)]
             terms = step_rewards(self.task.step_rewards, conditions, predicted, terms)
-        if asked:
+        if request is not None:
             self._requests.release(request)
         return terms
 
