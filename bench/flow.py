@@ -10,9 +10,9 @@
     global     the recipe with all rollouts of a step in one group, which Groupwise refuses to do by itself
 
 Runs of one seed are interleaved step by step, so a slowdown of the machine affects all of them equally. Seconds are the
-process's CPU time. Passes of the model are counted in rows: 1 for a forward pass, 3 with its backward pass. Memory is what torch's allocator hands out at the peak of one more whole step, rollout and update,
-on top of what is held before it. Below the comparison: the standard deviation of rewards within a group and within a
-step.
+process's CPU time. Passes of the model are counted in rows: 1 for a forward pass, 3 with its backward
+pass. Memory is what torch's allocator hands out at the peak of one more whole step, rollout and update, on top of what
+is held before it. Below the comparison: the standard deviation of rewards within a group and within a step.
 
     python bench/flow.py --steps 40 --seeds 3
 """
@@ -85,13 +85,14 @@ def main(steps: int = 40, seeds: int = 3, methods: tuple[str, ...] = METHODS) ->
                 run.take_step()
                 run.seconds += time.process_time() - started
         for method, run in runs.items():
-            passes = sum(run.model_passes) / (steps * run.setup.shape.rollouts)
+            passes = sum(run.model_passes) / (steps * run.setup.shape.rollouts_per_step)
             run.after = run.held_out()
             run.peak_bytes = _peak_bytes(run.take_step)
             finished[method].append(run)
             _CONSOLE.print(
                 f"{method}, seed {seed}: held-out reward {run.before:.4f} -> {run.after:.4f},"
-                f" {run.seconds / steps:.2f} s per step, {passes:.2f} passes of the model per rollout, {run.peak_bytes / 2**20:.1f} MiB at the peak"
+                f" {run.seconds / steps:.2f} s per step, {passes:.2f} passes of the model per rollout,"
+                f" {run.peak_bytes / 2**20:.1f} MiB at the peak"
             )
     _print_summary(finished, steps)
 
