@@ -32,6 +32,7 @@ class RewardService(BaseHTTPRequestHandler):
             return
         answers = {
             "/nonsense": b"<html>",
+            "/endless": b" " * (5 << 20),
             "/full": b'{"error": "CUDA out of memory"}',
             "/fussy": json.dumps({"rewards": [0.5] * (1 if rows == 1 else 9)}).encode(),
             "/words": json.dumps({"rewards": ["good"] * rows}).encode(),

@@ -1,7 +1,10 @@
 """Rewards over HTTP on loopback, for every workload: right answers, and every way in which a service fails."""
 
+import dataclasses
+import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 import torch
 from services import RewardService, reward_service
@@ -85,7 +88,7 @@ def test_what_is_sent_and_what_comes_back(address, reward_terms):
         assert second["completions"][0]["shape"] == [3, 5, 8, 8]
         assert second["completions"][0]["dtype"] == "uint8"
         assert second["cameras"][0]["shape"] == [5, 12]
-        assert second["sources"][0]["dtype"] == "float32"
+        assert second["sources"][0]["dtype"] == "uint8"
         assert "scene" not in second  # an object of this process
         clips = rollouts.data["latents"].clamp(-1, 1)  # this model's latents are pixels
         assert rewards == pytest.approx(clips.flatten(1).mean(1).tolist(), abs=0.01)
@@ -104,6 +107,7 @@ def test_a_request_that_fails_twice_is_sent_a_third_time(address, reward_terms):
         ("nonsense", "JSONDecodeError"),
         ("words", "must be a number or null, not 'good'"),
         ("short", 'must be {"rewards": [4 numbers]}'),
+        ("endless", "the answer has more than 4 MiB"),
         ("slow", "timed out"),
         ("trickle", "timed out: no whole answer in 0.3 s"),
     ],
@@ -172,3 +176,61 @@ def test_columns_as_json():
     assert sent["b"] == columns["b"]
     assert "c" not in sent
     assert sent["d"][0]["shape"] == [2]
+
+
+def recorded(reward, clips, **columns):
+    """The requests that a reward function sends."""
+    import json
+
+    requests = []
+
+    class Recorded(HttpReward):
+        def _request(self, body):
+            request = json.loads(body)
+            requests.append(request | {"bytes": len(body)})
+            for clip in request["completions"]:
+                if "path" in clip:
+                    assert np.load(clip["path"]).shape == tuple(clip["shape"])
+            return json.dumps({"rewards": [1.0] * len(request["completions"])}).encode()
+
+    settings = {field.name: getattr(reward, field.name) for field in dataclasses.fields(reward)}
+    assert Recorded(**settings)(["p"] * len(clips), clips, **columns) == [1.0] * len(clips)
+    return requests
+
+
+def test_requests_are_limited_by_bytes():
+    """A clip of 3,000 bytes is 4,000 in base64: two fit into 9,000."""
+    clips = [torch.zeros(3, 10, 10, 10)] * 5
+    requests = recorded(HttpReward("http://nowhere/", bytes_per_request=9_000), clips)
+    assert [len(request["completions"]) for request in requests] == [2, 2, 1]
+    assert max(request["bytes"] for request in requests) < 9_000
+    requests = recorded(HttpReward("http://nowhere/", bytes_per_request=10), clips)
+    assert [len(request["completions"]) for request in requests] == [1] * 5
+
+
+def test_clips_are_files_where_the_service_shares_a_folder(tmp_path):
+    clips = [torch.full((3, 2, 4, 4), value) for value in (-1.0, 1.0)]
+    (request,) = recorded(HttpReward("http://nowhere/", shared_folder=tmp_path), clips, sources=clips)
+    assert request["completions"][1].keys() == {"dtype", "shape", "path"}
+    assert request["sources"][0]["shape"] == [3, 2, 4, 4]
+    assert request["bytes"] < 1000
+    assert not list(tmp_path.iterdir())  # deleted after the answer
+
+
+def test_services_are_asked_before_all_rollouts_are_generated(address):
+    """Nobody has asked for rewards yet, and the first pass has been judged."""
+    RewardService.calls.clear()
+    config = FlowWithService(rewards=RewardFunctionsConfig(functions=(f"far={address}/good",)))
+    workload = config.build(CPU)
+    condition = torch.tensor([0, 0, 1, 1])
+    with torch.no_grad():
+        rollouts = workload.rollout(RolloutRows(0, 0, 2, condition, torch.tensor([0, 1, 0, 1]), condition))
+    deadline = time.monotonic() + 20
+    while RewardService.calls.count("/good") < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert RewardService.calls.count("/good") == 2  # one for each pass
+    clips = rollouts.data["latents"].clamp(-1, 1).flatten(1).mean(1)
+    order = torch.tensor([3, 0])
+    assert workload.rewards(rollouts.select(order)).per_rollout["far"].tolist() == pytest.approx(
+        clips[order].tolist(), abs=0.01
+    )

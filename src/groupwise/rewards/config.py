@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from groupwise.core.errors import require, require_types
 
@@ -26,12 +27,18 @@ class RewardFunctionsConfig:
     """Pause before the first retry; doubled before each further one."""
     rows_per_request: int = 8
     """Most rollouts in one request to a service."""
+    mib_per_request: float = 64.0
+    """Most MiB in one request to a service: fewer rollouts where clips are large, but at least one."""
+    shared_folder: Path | None = None
+    """A folder that the services see by the same path. Clips are written there as .npy files, deleted after the
+    answer, and requests name them instead of holding them."""
 
     def __post_init__(self) -> None:
         require_types(self, f"{SETTING}.")
         require(self.timeout_s > 0, f"{SETTING}.timeout_s", self.timeout_s, "above 0")
         require(self.retries >= 0, f"{SETTING}.retries", self.retries, "0 or more")
         require(self.backoff_s >= 0, f"{SETTING}.backoff_s", self.backoff_s, "0 or more")
+        require(self.mib_per_request > 0, f"{SETTING}.mib_per_request", self.mib_per_request, "above 0")
         require(self.rows_per_request >= 1, f"{SETTING}.rows_per_request", self.rows_per_request, "at least 1")
 
     @property

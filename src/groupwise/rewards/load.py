@@ -44,7 +44,9 @@ def load_reward_functions(
 
 def _service(url: str, config: RewardFunctionsConfig) -> HttpReward:
     refuse_unnamed_code(url, f"{SETTING}.functions")
-    return HttpReward(url, config.timeout_s, config.retries, config.backoff_s, config.rows_per_request)
+    settings = {name: getattr(config, name) for name in ("timeout_s", "retries", "backoff_s", "rows_per_request")}
+    bytes_per_request = int(config.mib_per_request * 2**20)
+    return HttpReward(url, **settings, bytes_per_request=bytes_per_request, shared_folder=config.shared_folder)
 
 
 def _function(

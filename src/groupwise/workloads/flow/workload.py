@@ -17,6 +17,7 @@ from groupwise.workloads.flow.evaluate import evaluate_held_out
 from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.models.trained_parts import enable_gradient_checkpointing
 from groupwise.workloads.flow.report import FlowReporter
+from groupwise.workloads.flow.reward_requests import RewardRequests
 from groupwise.workloads.flow.rewards import clip_rewards, step_rewards
 from groupwise.workloads.flow.sampling.denoiser import Denoiser, first_row_of_each
 from groupwise.workloads.flow.sampling.encodings import ConditioningCache
@@ -43,6 +44,7 @@ class FlowWorkload(Workload):
             enable_gradient_checkpointing(self.policy)
         self.conditioning = ConditioningCache(self.model, task.conditions, **limits)
         self.held_out_conditioning = ConditioningCache(self.model, task.held_out, **limits)
+        self._requests = RewardRequests(task.rewards)
         self.row_limits = {"encode_rows": config.encode_rows, "eval_rows": config.eval_rows}
 
     def _check_conditions(self) -> None:
@@ -52,7 +54,8 @@ class FlowWorkload(Workload):
                 check_condition(condition, self.model.condition_spec, condition.name or f"{kind} {index}")
 
     def rollout(self, rows: RolloutRows) -> Rollouts:
-        """Shared steps once per group, then the steps of each member."""
+        """Shared steps once per group, then the steps of each member. Services are asked about a pass meanwhile."""
+        self._requests.forget()
         denoiser = self._denoiser.at_step(rows.step)
         starts = self._window_starts(denoiser, rows)
         parts, done = [], 0
@@ -79,6 +82,10 @@ class FlowWorkload(Workload):
         velocity = self.velocity(self.conditioning, rows.condition)
         window = denoiser.sample_window(starts, rows, velocity)
         latents = denoiser.denoise_from_window(window.latents[:, -1].float(), velocity)
+        requests = {}
+        if self._requests.services:
+            conditions = [self.task.conditions[index] for index in rows.condition.tolist()]
+            requests["reward_request"] = self._requests.submit(conditions, self.decode(latents))
         return Rollouts(
             self.group_ids[rows.condition],
             window.logp,
@@ -89,16 +96,34 @@ class FlowWorkload(Workload):
                 "steps": torch.tensor([denoiser.window]).expand(len(rows), -1),
                 "window_latents": window.latents,
                 "latents": latents,
+                **requests,
             },
         )
 
     def rewards(self, rollouts: Rollouts) -> RewardTerms:
         conditions = self.conditions_of(rollouts)
-        terms = clip_rewards(self.task.rewards, conditions, self.decode(rollouts.data["latents"]))
-        if not self.task.step_rewards:
-            return terms
-        predicted = [self.decode(latents) for latents in self._predict_clean(rollouts)]
-        return step_rewards(self.task.step_rewards, conditions, predicted, terms)
+        request: Tensor | None = rollouts.data.get("reward_request")
+        if request is not None and not self._requests.holds(request):
+            request = None  # rewarded before
+        terms = self._rewards_of_clips(rollouts) if request is None else self._requested_rewards(conditions, request)
+        if self.task.step_rewards:
+            predicted = [self.decode(latents) for latents in self._predict_clean(rollouts)]
+            terms = step_rewards(self.task.step_rewards, conditions, predicted, terms)
+        if request is not None:
+            self._requests.release(request)
+        return terms
+
+    def _rewards_of_clips(self, rollouts: Rollouts) -> RewardTerms:
+        return clip_rewards(self.task.rewards, self.conditions_of(rollouts), self.decode(rollouts.data["latents"]))
+
+    def _requested_rewards(self, conditions: Sequence[Condition], request: Tensor) -> RewardTerms:
+        """The answers of services that were asked during the rollout, and what functions here say to the same clips."""
+        here = {name: each for name, each in self.task.rewards.items() if name not in self._requests.services}
+        own = clip_rewards(here, conditions, self._requests.clips(request)) if here else RewardTerms({})
+        answers = self._requests.collect(request)
+        columns = {**own.per_rollout, **answers.per_rollout}
+        failures = {**own.failures, **answers.failures}
+        return RewardTerms({name: columns[name] for name in self.task.rewards}, failures)
 
     @torch.no_grad()
     def _predict_clean(self, rollouts: Rollouts) -> list[Tensor]:
