@@ -8,7 +8,7 @@ from processes import groupwise
 
 from groupwise.cli.main import main
 from groupwise.report.page import render
-from groupwise.report.run_data import read_run
+from groupwise.report.run_data import held_out_series, read_run
 
 
 class Elements(HTMLParser):
@@ -63,6 +63,23 @@ def test_the_page_is_self_contained_and_shows_every_metric(run_dir: Path):
 def test_memory_is_shown_as_measured(run_dir: Path):
     text = " ".join(read(render([read_run(run_dir)])).text)
     assert "peak, measured" in text
+
+
+def test_a_judge_that_parts_from_the_reward_is_drawn_on_its_axes(run_dir: Path):
+    run = read_run(run_dir)
+    moments = {
+        "before": {"held-out reward": 0.5, "judge": 0.2, "error (px)": 3.0},
+        "step 2": {"held-out reward": 0.7, "judge": 0.4, "error (px)": 2.0},
+        "after": {"held-out reward": 0.9, "judge": 0.1, "error (px)": 1.0},
+    }
+    shown = replace(run, evaluation=moments)
+    assert held_out_series(shown)["judge"] == [(0, 0.2), (2, 0.4), (4, 0.1)]
+    page = render([shown])
+    card = page[page.index("metrics from 0 to 1") :].partition("</div>")[0]
+    assert card.count("faint") == 2
+    assert "held-out reward, step 4: 0.9" in card
+    assert "judge, step 4: 0.1" in card
+    assert "metrics from 0 to 1" not in render([run])  # evaluated before and after only
 
 
 def test_what_a_model_wrote_cannot_run_in_a_browser(run_dir: Path):

@@ -29,7 +29,6 @@ import numpy as np
 from torch import Tensor
 
 from groupwise.core.files import parse_json
-from groupwise.core.units import format_bytes
 from groupwise.rewards.time_limit import with_time_limit
 
 _LARGEST = 2**1023
@@ -110,7 +109,7 @@ class HttpReward:
         with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
             answer: bytes = response.read(_MAX_ANSWER_BYTES + 1)
         if len(answer) > _MAX_ANSWER_BYTES:
-            limit = format_bytes(_MAX_ANSWER_BYTES)
+            limit = f"{_MAX_ANSWER_BYTES >> 20} MiB"
             raise ServiceError(f"the answer has more than {limit}, and rewards are a few numbers")
         return answer
 

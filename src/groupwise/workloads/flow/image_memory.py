@@ -67,6 +67,8 @@ class ImageArchitecture:
     dual_attention_blocks: int = 0
     """Double blocks with a second attention of the image alone (Stable Diffusion 3.5 medium)."""
     has_qk_norm: bool = True
+    patch: int = 2
+    """Pixels of a latent that make a token, along each side."""
     position_side: int = 0
     """Of the table of Stable Diffusion 3's position embeddings."""
 
@@ -132,7 +134,7 @@ class ImageArchitecture:
 
     def tokens(self, latent: tuple[int, ...], text_tokens: int) -> int:
         _, height, width = latent
-        return (height // 2) * (width // 2) + text_tokens
+        return (height // self.patch) * (width // self.patch) + text_tokens
 
     def saved_bytes(self, part: str, number: int, rank: int) -> int:
         adapters = 4 * rank * (4 * self.double_blocks + 3 * self.single_blocks) if part == "lora" else 0
@@ -202,4 +204,5 @@ def image_architecture(content: Mapping[str, Any], source: str = "The config") -
         dual_attention_blocks=len(content.get("dual_attention_layers") or ()),
         has_qk_norm=model != "sd3" or content.get("qk_norm") is not None,
         position_side=content.get("pos_embed_max_size", 96) if model == "sd3" else 0,
+        patch=patch if model == "sd3" else 2,
     )

@@ -1,4 +1,4 @@
-"""The embedded image model: a small diffusers SD3 transformer, with one-hot words and a fixed decoder."""
+"""The embedded image model: a small diffusers SD3 transformer that predicts clean latents from one-hot words."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import torch
 from diffusers import SD3Transformer2DModel
+from jaxtyping import Float
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from groupwise.workloads.flow.models.image import Sd3Model
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 from groupwise.workloads.flow.tasks.discs.config import ASSET, LATENT_CHANNELS, LATENT_SIDE
-from groupwise.workloads.flow.tasks.discs.scene import Images, Meanings, decode, encode_meanings, parse_prompts
+from groupwise.workloads.flow.tasks.discs.scene import Images, Latents, Meanings, decode, encode_meanings, parse_prompts
 
 
 class DiscsModel(FlowModel):
@@ -34,13 +36,21 @@ class DiscsModel(FlowModel):
         return [{name: column[index] for name, column in columns.items()} for index in range(len(conditions))]
 
     def velocity(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        return Sd3Model.transform(self.policy, latents, 1000 * sigma, conditioning).float()
+        clean = predict_clean(self.policy, latents, sigma, conditioning)
+        return (latents - clean) / sigma.view(-1, 1, 1, 1)
 
     def decode(self, latents: Tensor) -> Images:
         return decode(latents.float().cpu())
 
     def reference(self) -> AbstractContextManager[None]:
         return self._reference()
+
+
+def predict_clean(
+    transformer: SD3Transformer2DModel, latents: Latents, sigma: Float[Tensor, " rows"], conditioning: Conditioning
+) -> Latents:
+    """The transformer's output: at high noise levels clean latents are easier to learn than velocities."""
+    return Sd3Model.transform(transformer, latents, 1000 * sigma, conditioning).float()
 
 
 def conditioning_of(meanings: Meanings) -> Conditioning:
@@ -52,13 +62,17 @@ def conditioning_of(meanings: Meanings) -> Conditioning:
 def load_discs(folder: Path = ASSET) -> SD3Transformer2DModel:
     """The pretrained transformer."""
     transformer = SD3Transformer2DModel.from_config(json.loads((folder / "config.json").read_text()))
-    transformer.load_state_dict(load_file(folder / "model.safetensors"))
+    weights = load_file(folder / "model.safetensors")
+    transformer.load_state_dict({name: weight.float() for name, weight in weights.items()})
     return transformer.eval()
 
 
 def save_discs(transformer: SD3Transformer2DModel, folder: Path) -> None:
-    """Its config as diffusers writes it, and all weights in float32."""
+    """Its config as diffusers writes it, and all weights rounded to bfloat16."""
     folder.mkdir(parents=True, exist_ok=True)
     transformer.save_config(folder)
-    weights = {name: weight.detach().cpu().contiguous() for name, weight in transformer.state_dict().items()}
+    weights = {
+        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, weight in transformer.state_dict().items()
+    }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

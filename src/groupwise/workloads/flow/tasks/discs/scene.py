@@ -1,6 +1,6 @@
 """Prompts such as "two red discs left", images that obey them, and the fixed decoder from latents to pixels.
 
-A latent channel belongs to a color: how far a pixel is inside a disc of that color, below 0 outside, at most 1 each way.
+A latent channel belongs to a color: how far a pixel is inside a disc of that color, below 0 outside, from -1 to 1.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PLACES = ("left", "right", "top", "bottom")
 NOUNS = ("disc", "discs", "discs")
 """By count."""
 WORDS = (*COUNTS, *COLORS, *PLACES, "disc", "discs")
-RADIUS = 0.22
+RADIUS = 0.24
 """Of a disc, in an image from -1 to 1."""
 DISC_AREA = torch.pi * RADIUS**2 / 4
 """The share of an image that a disc covers."""
@@ -33,9 +33,9 @@ Latents = Float[Tensor, "images 3 latent_side latent_side"]
 Meanings = Int64[Tensor, "prompts 3"]
 """Count - 1, color and place of a prompt, as numbers of the words."""
 
-_SLOTS = (-0.64, 0.0, 0.64)
-_JITTER = 0.06
-_ACROSS = (0.3, 0.7)
+_SLOTS = (-0.66, 0.0, 0.66)
+_JITTER = 0.03
+_ACROSS = (0.4, 0.6)
 """Discs stand in slots along one axis, shaken; on the other their distance from the middle is between these."""
 _EDGE = 0.15
 """Distance from a disc's border at which a latent is 1."""

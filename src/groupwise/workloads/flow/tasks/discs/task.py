@@ -30,6 +30,4 @@ def discs_task(config: DiscsConfig, device: torch.device) -> FlowTask:
 
 def discs_conditions(prompts: list[str], images_per_prompt: int) -> list[Condition]:
     """All prompts, again and again."""
-    return [
-        Condition(prompt, name=f"{prompt}, {number}") for number in range(images_per_prompt) for prompt in prompts
-    ]
+    return [Condition(prompt, name=f"{prompt}, {number}") for number in range(images_per_prompt) for prompt in prompts]

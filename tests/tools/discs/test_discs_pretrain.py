@@ -1,0 +1,45 @@
+"""Pretraining of the embedded image model: resumable, on images most of whose words are right."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tools.discs.__main__ import main
+from tools.discs.pretrain import PretrainConfig, draw_batch, pretrain
+
+import groupwise as gw
+from groupwise.workloads.flow.tasks.discs.config import ASSET
+from groupwise.workloads.flow.tasks.discs.judge import obeys
+from groupwise.workloads.flow.tasks.discs.model import load_discs
+from groupwise.workloads.flow.tasks.discs.scene import decode
+
+TINY = PretrainConfig(steps=6, rows=2, width=24, heads=2, blocks=1, warmup=2)
+
+
+def test_a_resumed_run_is_bit_identical_and_the_command_writes_it(tmp_path):
+    log = [].append
+    main(tmp_path / "straight", TINY)
+    pretrain(TINY, tmp_path / "stopped", log=log, stop_after=3)
+    stopped = pretrain(TINY, tmp_path / "stopped", log=log).state_dict()
+    straight = load_discs(tmp_path / "straight" / "asset").state_dict()
+    assert all(torch.equal(straight[name], weight) for name, weight in stopped.items())
+    with pytest.raises(gw.UserError, match="another plan"):
+        pretrain(replace(TINY, seed=1), tmp_path / "stopped", log=log)
+
+
+def test_images_obey_the_words_that_are_right():
+    """A word that is drawn anew is right by chance one time in three, a place one time in four."""
+    config = replace(TINY, rows=64)
+    batch = draw_batch(config, 1)
+    said = batch.conditioning["text"].argmax(-1)
+    meanings = torch.stack([said[:, 0], said[:, 1] - 3, said[:, 3] - 6], dim=1)
+    share = obeys(decode(batch.clean), meanings).float().mean().item()
+    assert share == pytest.approx((1 - 0.5 * 2 / 3) ** 2 * (1 - 0.5 * 3 / 4), abs=0.15)
+    exact = draw_batch(replace(config, wrong_words=0.0), 1)
+    said = exact.conditioning["text"].argmax(-1)
+    meanings = torch.stack([said[:, 0], said[:, 1] - 3, said[:, 3] - 6], dim=1)
+    assert obeys(decode(exact.clean), meanings).all()
+
+
+def test_the_embedded_model_is_small():
+    assert sum(path.stat().st_size for path in ASSET.iterdir()) < 4 * 2**20
