@@ -53,7 +53,9 @@ class Rollouts:
         devices = {column.device for column in tensors if isinstance(column, Tensor)}
         rows_on = {device: send(rows, device) for device in devices}  # sent once for all columns
         return Rollouts(
-            *(column[rows_on[column.device]] for column in (self.group_ids, self.logp, self.mask)),
+            self.group_ids[rows_on[self.group_ids.device]],
+            self.logp[rows_on[self.logp.device]],
+            self.mask[rows_on[self.mask.device]],
             {name: _select(column, rows, rows_on) for name, column in self.data.items()},
         )
 

@@ -19,7 +19,8 @@ def small(name: str, device: torch.device, rows_per_pass):
     return replace(config, workload=replace(config.workload, policy=policy))
 
 
-@pytest.mark.parametrize("name", ["chat", pytest.param("flow", marks=pytest.mark.device)])
+@pytest.mark.device
+@pytest.mark.parametrize("name", ["chat", "flow"])
 def test_out_of_memory_is_recovered_with_the_same_update(device, counters, name):
     config = small(name, device, 32)
     free = set_up(config)

@@ -361,7 +361,7 @@ class _PackedProducts(torch.autograd.Function):
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         lse = out.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
         for part in packed.batched_parts:
-            inputs = (table.gather(tensor).transpose(1, 2) for table, tensor in _table_inputs(part, query, key, value))
+            inputs = _table_inputs(part, query, key, value)
             outputs = attention_eager(*inputs, scale=scale, causal=part.causal, bias=part.key_bias)
             part_out, part_lse = (part.queries.scatter(tensor.transpose(1, 2)) for tensor in outputs)
             tokens = part.queries.token_index
@@ -379,7 +379,7 @@ class _PackedProducts(torch.autograd.Function):
         totals = [torch.zeros_like(tensor, dtype=exact) for tensor in (query, key, value)]
         for part in ctx.packed.batched_parts:
             queries = part.queries
-            inputs = (table.gather(tensor).transpose(1, 2) for table, tensor in _table_inputs(part, query, key, value))
+            inputs = _table_inputs(part, query, key, value)
             merged = queries.gather(out).transpose(1, 2), queries.gather(lse).transpose(1, 2)
             grad = queries.zero_padding(queries.gather(grads[0])).transpose(1, 2)
             gradients = attention_eager_backward(
@@ -393,5 +393,10 @@ class _PackedProducts(torch.autograd.Function):
 
 def _table_inputs(
     part: BatchedPart, query: TokensByHead, key: TokensByHead, value: TokensByHead
-) -> tuple[tuple[CompletionTable, TokensByHead], ...]:
-    return (part.queries, query), (part.keys, key), (part.keys, value)
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a part, [rows, heads, longest, width]."""
+    return (
+        part.queries.gather(query).transpose(1, 2),
+        part.keys.gather(key).transpose(1, 2),
+        part.keys.gather(value).transpose(1, 2),
+    )

@@ -101,7 +101,8 @@ class _Steps:
 
     def __init__(self, policy: LanguageModelPolicy, batch: _PaddedPrompts):
         self._policy, self._cache = policy, None
-        self._mask, self._position_ids = (batch.mask, batch.position_ids) if batch.has_padding else (None, None)
+        self._mask: Tensor | None = batch.mask if batch.has_padding else None
+        self._position_ids: Tensor | None = batch.position_ids if batch.has_padding else None
 
     def next_logits(self, ids: Tensor) -> Tensor:
         """Logits of the last of these tokens."""
