@@ -22,9 +22,9 @@ class Lengths:
         self.cached = CachedEncoder(store, lambda: identity)
 
     def __call__(self, *texts):
-        def encode(rows):
-            self.rows += len(rows)
-            return [{"length": torch.tensor(float(len(texts[row]))), "mask": torch.ones(3).bool()} for row in rows]
+        def encode(row):
+            self.rows += 1
+            return {"length": torch.tensor(float(len(texts[row]))), "mask": torch.ones(3).bool()}
 
         return [int(encoding["length"]) for encoding in self.cached.encode(texts, encode)]
 

@@ -93,16 +93,15 @@ class TextEncoder:
     ) -> list[Conditioning]:
         """The columns that `encode` makes of each prompt, and those of the negative prompt under their prefix."""
         if self._negative is None:
-            (negative,) = self._cached.encode([negative_prompt], lambda _: rows_of(encode([negative_prompt])))
+            (negative,) = self._cached.encode([negative_prompt], lambda _: first_row(encode([negative_prompt])))
             self._negative = {f"{NEGATIVE_PREFIX}{name}": column for name, column in negative.items()}
-        texts = self._cached.encode(prompts, lambda rows: rows_of(encode([prompts[row] for row in rows])))
+        texts = self._cached.encode(prompts, lambda row: first_row(encode([prompts[row]])))
         return [{**text, **self._negative} for text in texts]
 
 
-def rows_of(columns: Mapping[str, Tensor]) -> list[Conditioning]:
-    """The rows of encoded columns, each on its own, on the CPU."""
-    rows = len(next(iter(columns.values())))
-    return [{name: column[row].cpu().clone() for name, column in columns.items()} for row in range(rows)]
+def first_row(columns: Mapping[str, Tensor]) -> Conditioning:
+    """Of encoded columns, on the CPU."""
+    return {name: column[0].cpu() for name, column in columns.items()}
 
 
 def text_length(pipeline: Any) -> int:

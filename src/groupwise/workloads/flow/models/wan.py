@@ -28,13 +28,13 @@ from groupwise.workloads.flow.models.pipeline_folder import (
     PipelineSchedule,
     TextEncoder,
     encoder_hash,
+    first_row,
     latent_image_size,
     load_pipeline_without_transformer,
     load_transformer,
     on_device,
     pipeline_class,
     read_index,
-    rows_of,
     text_length,
 )
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
@@ -120,7 +120,7 @@ class WanModel(FlowModel):
         cached = CachedEncoder(self.encoding_store, self._source_encoder)
         sources = cached.encode(
             [condition.source_key() for condition in conditions],
-            lambda rows: rows_of(self._encode_sources([conditions[row] for row in rows])),
+            lambda row: first_row(self._encode_sources([conditions[row]])),
         )
         own = [self._own_inputs(condition) for condition in conditions]
         return [{**text, **source, **more} for text, source, more in zip(texts, sources, own, strict=True)]

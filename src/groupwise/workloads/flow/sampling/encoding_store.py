@@ -94,17 +94,21 @@ class CachedEncoder:
         self._store, self._identity = store, identity
         self._identity_hash: str | None = None
 
-    def encode(self, contents: Sequence[str], encode: Callable[[list[int]], Sequence[Encoding]]) -> list[Encoding]:
-        """The encodings of these contents; `encode` makes those of the rows that are missing, all in one call."""
-        first_row = {content: contents.index(content) for content in contents}
-        known = {content: self._read(content) for content in first_row}
-        missing = [content for content, encoding in known.items() if encoding is None]
-        made = dict(zip(missing, encode([first_row[content] for content in missing]) if missing else [], strict=True))
-        for content, encoding in made.items():
-            if self._store is not None:
-                self._store.write(self._key(content), encoding)
-        used = {content: encoding for content, encoding in known.items() if encoding is not None} | made
+    def encode(self, contents: Sequence[str], encode: Callable[[int], Encoding]) -> list[Encoding]:
+        """The encodings of these contents; `encode` makes that of a row.
+
+        One row at a time: in a batch an encoding is rounded differently, and a kept one would depend on its neighbors.
+        """
+        used: dict[str, Encoding] = {}
+        for row, content in enumerate(contents):
+            if content not in used:
+                used[content] = self._read(content) or self._make(content, encode(row))
         return [used[content] for content in contents]
+
+    def _make(self, content: str, encoding: Encoding) -> Encoding:
+        if self._store is not None:
+            self._store.write(self._key(content), encoding)
+        return encoding
 
     def _read(self, content: str) -> Encoding | None:
         return self._store.read(self._key(content)) if self._store is not None else None
