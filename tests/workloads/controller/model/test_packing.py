@@ -10,6 +10,7 @@ from groupwise.workloads.controller.model.packing import (
     PackedRows,
     WorkCounter,
     _grouped_linear,
+    _Runs,
     packed_attention,
     packed_rows,
     row_layout,
@@ -22,7 +23,7 @@ def test_each_run_of_rows_is_multiplied_by_its_expert(dtype, width, out):
     rows = torch.randn(10, width, generator=source, dtype=kind)
     weights = torch.randn(3, out, width, generator=source, dtype=kind)
     by_hand = torch.cat([linear(rows[:4], weights[0]), linear(rows[4:], weights[2])])
-    assert_close(_grouped_linear(rows, weights, torch.tensor([4, 4, 10], dtype=torch.int32)), by_hand)
+    assert_close(_grouped_linear(rows, weights, _Runs(torch.tensor([4, 4, 10], dtype=torch.int32))), by_hand)
 
 
 def test_expert_pairs_by_hand():
