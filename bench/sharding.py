@@ -3,7 +3,8 @@
     python bench/sharding.py [--ranks 2 4] [--steps 3] [--width 512]
 
 The model is the embedded chat task's with more and wider layers and random weights. Memory: one process per rank and
-setting, tensors counted, and the growth of the process at its peak in two steps. Time: both settings in turn, in the same processes.
+setting, tensors counted, and the growth of the process at its peak in two steps. Time: both settings in turn, in the
+same processes.
 """
 
 from __future__ import annotations
