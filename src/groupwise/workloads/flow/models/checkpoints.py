@@ -18,6 +18,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.workloads.checkpoint_files import WEIGHTS, is_in_parts
+from groupwise.workloads.checkpoint_files import read_weights as checkpoint_weights
 from groupwise.workloads.flow.models.camera_layers import camera_weights
 
 _PARTS = {
@@ -94,8 +96,12 @@ def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:
 
     `path` may be a checkpoint folder of a run that trained them.
     """
-    path = path / "policy.safetensors" if path.is_dir() else path
-    saved = _by_diffusers_names(read_weights(path))
+    if path.is_dir() and is_in_parts(path):
+        weights = dict(checkpoint_weights(path, ema=False))
+    else:
+        path = path / WEIGHTS if path.is_dir() else path
+        weights = read_weights(path)
+    saved = _by_diffusers_names(weights)
     _check_names(transformer, saved, path)
     own = {**dict(transformer.named_parameters()), **dict(transformer.named_buffers())}
     with torch.no_grad():
