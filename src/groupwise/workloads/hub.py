@@ -46,7 +46,11 @@ def load_from_hub(source: str, load: Callable[[], _Loaded], *, called: str, reme
         try:
             return load()
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            cache = "in the local cache (the hub cannot be reached)" if offline else "in the local cache and on the hub"
+            cache = (
+                "in the local cache, not on the hub, which cannot be reached"
+                if offline
+                else "in the local cache and on the hub"
+            )
             where = "in this folder" if Path(source).is_dir() else cache
             raise UserError(
                 f"{called} cannot be loaded; it was looked for {where}. transformers says:"
