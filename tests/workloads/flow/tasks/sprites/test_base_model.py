@@ -18,7 +18,7 @@ CLIPS = 96
 
 @pytest.mark.slow
 def test_asked_for_two_thirds_of_the_way_the_base_model_goes_all_of_it():
-    """A smaller scale of the pose encoders is enough: no layer that draws has to change."""
+    """So no layer that draws has to change: how poses are read is enough."""
     workload = replace(load_recipe("flow").workload, scenes=8, held_out_scenes=1).build(torch.device("cpu"))
     numbers = 5_000_000 + torch.arange(CLIPS)
     conditions, motions = sprites_conditions(numbers), draw_motions(7, numbers)
