@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from groupwise.dist.devices import move_module
 from groupwise.workloads.flow.task import Condition, FlowTask
 from groupwise.workloads.flow.tasks.discs.charts import draw_images_sheet
 from groupwise.workloads.flow.tasks.discs.config import WEIGHTS, DiscsConfig
@@ -17,7 +18,7 @@ _NUM_DRAWN = 18
 
 def discs_task(config: DiscsConfig, device: torch.device) -> FlowTask:
     return FlowTask(
-        model=DiscsModel(load_discs(config.folder).to(device), config.train),
+        model=DiscsModel(move_module(load_discs(config.folder), device), config.train),
         conditions=discs_conditions(all_prompts(held_out=False), config.images_per_prompt),
         held_out=discs_conditions(all_prompts(held_out=True), config.held_out_images_per_prompt),
         rewards={"count": reward_count, "color": reward_color, "place": reward_place},

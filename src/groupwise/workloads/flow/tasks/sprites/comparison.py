@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from groupwise.dist.devices import move_module
 from groupwise.workloads.base import EvaluationReport, ReportTable
 from groupwise.workloads.flow.evaluate import generate_clips
 from groupwise.workloads.flow.models.base import FlowModel
@@ -88,7 +89,7 @@ def share_of_the_way(base: Mean, trained: Mean, upper: Mean) -> float | None:
 
 
 def _clips_of_each(workload: FlowWorkload, conditions: Sequence[Condition]) -> dict[str, Tensor]:
-    upper: FlowModel = SpritesModel(load_sprites(ASSET / "upper").to(workload.device))
+    upper: FlowModel = SpritesModel(move_module(load_sprites(ASSET / "upper"), workload.device))
     limits = {"max_cached": len(conditions), "encode_rows": workload.row_limits["encode_rows"]}
     cache, indices = ConditioningCache(workload.model, conditions, **limits), torch.arange(len(conditions))
     with workload.model.reference():

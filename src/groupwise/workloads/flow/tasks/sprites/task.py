@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
+from groupwise.dist.devices import move_module
 from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.task import Condition, FlowTask
 from groupwise.workloads.flow.tasks.sprites.charts import draw_clips_gif, draw_clips_sheet
@@ -25,7 +26,7 @@ def sprites_task(config: SpritesConfig, device: torch.device) -> FlowTask:
     """The same on all ranks: each scene and path is a function of its number."""
     rewards = SpritesRewards()
     return FlowTask(
-        model=SpritesModel(load_sprites(config.folder).to(device), config.train),
+        model=SpritesModel(move_module(load_sprites(config.folder), device), config.train),
         conditions=sprites_conditions(torch.arange(config.scenes)),
         held_out=sprites_conditions(_FIRST_HELD_OUT + torch.arange(config.held_out_scenes)),
         rewards={"camera": rewards.term("camera"), "quality": rewards.term("quality")},
