@@ -15,7 +15,7 @@ def recipe() -> Config:
             encode_rows=16,
             eval_rows=48,
         ),
-        steps=60,
+        steps=72,
         conditions_per_step=8,
         group_size=8,
         rows_per_pass=64,

@@ -11,7 +11,7 @@ from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
-from groupwise.dist.sharding import is_sharded, ranks_per_node, shard
+from groupwise.dist.sharding import blocks_of, is_sharded, ranks_per_node, shard
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.memory.monitor import Monitor
@@ -101,7 +101,7 @@ def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
             f"shard is '{config.shard}' and there is one rank, so there is nothing to share. Launch several with"
             " `torchrun --nproc-per-node N -m groupwise ...`, or leave --shard away."
         )
-    blocks, kind = workload.shard_blocks(), type(workload.policy).__name__
+    blocks, kind = workload.shard_blocks() or blocks_of(workload.policy), type(workload.policy).__name__
     if not blocks:
         raise UserError(
             f"shard is '{config.shard}', and {type(workload).__name__} does not say which blocks of its policy ({kind})"

@@ -124,11 +124,9 @@ class Workload(ABC):
 
     def shard_blocks(self) -> Sequence[nn.Module]:
         """Parts of the policy whose weights are gathered one at a time when training is sharded, each called as a
-        module; by default the layers of its module lists. All other weights are gathered together.
+        module; none for the layers of its module lists. All other weights are gathered together.
         """
-        from groupwise.dist.sharding import blocks_of
-
-        return blocks_of(self.policy)
+        return ()
 
     def shard_dtype(self) -> torch.dtype | None:
         """The dtype in which a sharded policy gathers its weights and computes; None for that of the weights."""

@@ -19,7 +19,7 @@ from groupwise.workloads.flow.tasks.sprites.rewards import SpritesRewards, expec
 from groupwise.workloads.flow.tasks.sprites.scene import LIGHT_LEVELS, draw_motions, draw_scenes, light_levels
 
 _SEED = 7
-_FIRST_HELD_OUT, _FIRST_FINAL = 1_000_000, 3_000_000
+_FIRST_HELD_OUT, _FIRST_FINAL = 1_000_000, 4_000_000
 
 
 def sprites_task(config: SpritesConfig, device: torch.device) -> FlowTask:
