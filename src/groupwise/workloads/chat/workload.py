@@ -113,16 +113,13 @@ class ChatWorkload(Workload):
         )
 
     def passes(self, rollouts: Rollouts, rows_per_pass: int) -> Iterable[Tensor]:
-        """Members of a group together, so that their prompt is computed once; limited by rows and by tokens.
-
-        The plain forward runs row after row, so that its passes are single rows.
-        """
+        """Members of a group together, so that their prompt is computed once; limited by rows and by tokens."""
         conditions = rollouts.data["condition"].tolist()
         return split_into_passes(
             conditions,
             [len(self.components.training.ids[condition]) for condition in conditions],
             [len(completion) for completion in rollouts.data["completion"]],
-            rows_per_pass=rows_per_pass if self.policy.shares_prefix else 1,
+            rows_per_pass=rows_per_pass,
             tokens_per_pass=self.config.tokens_per_pass,
         )
 
