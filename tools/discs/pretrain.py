@@ -28,7 +28,7 @@ _BATCH_KEY = 7  # of the random numbers that layouts do not use
 @dataclass(frozen=True)
 class PretrainConfig:
     seed: int = 30
-    steps: int = 4500
+    steps: int = 7000
     rows: int = 32
     """Images per step."""
     width: int = 96
@@ -37,7 +37,7 @@ class PretrainConfig:
     learning_rate: float = 2e-3
     warmup: int = 100
     """Steps over which the learning rate rises; over the last third it falls to zero."""
-    wrong_words: float = 0.5
+    wrong_words: float = 0.4
     """Share of the words that are drawn anew, count, color and place each for itself."""
     shift: float = 2.0
     """Of the noise levels: more of them are high, where it is settled what the image shows."""

@@ -1,6 +1,6 @@
 """Rewards of the embedded image task, from areas of color alone, as a quick judge of one's own would be written.
 
-    count    exp(-|area in the asked color / area of a disc - asked count|)
+    count    1 - |area in the asked color / area of a disc - asked count|, at least 0
     color    share of all color that is the asked one
     place    share of all color that is in the asked half
 
@@ -44,7 +44,7 @@ def area_rewards(images: Images, meanings: Meanings) -> dict[str, Float[Tensor, 
     total = area.sum(1).clamp(min=_LEAST_AREA)  # next to nothing earns next to nothing
     half = (shares.sum(1) * half_mask(meanings[:, 2], shares.shape[-1])).mean((1, 2))
     return {
-        "count": (-(asked / DISC_AREA - meanings[:, 0] - 1).abs()).exp(),
+        "count": (1 - (asked / DISC_AREA - meanings[:, 0] - 1).abs()).clamp(min=0),
         "color": asked / total,
         "place": half / total,
     }
