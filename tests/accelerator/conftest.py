@@ -2,4 +2,4 @@
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("GROUPWISE_TEST_DEVICE") else ["on_device/*"]
+collect_ignore_glob = [] if os.environ.get("GROUPWISE_TEST_DEVICE") else ["on_device"]

@@ -3,10 +3,13 @@
 import errno
 import io
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from contextlib import redirect_stderr
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from fakes import recipe
@@ -117,24 +120,29 @@ def test_a_disk_that_is_really_full_then_larger(tmp_path, small_disk):
 
 
 @pytest.mark.skipif(not AS_ROOT, reason="becoming another user needs root")
-def test_a_folder_that_another_user_may_only_read(tmp_path):
+def test_a_folder_that_another_user_may_only_read(request):
     """In a forked child, which has imported everything: another user may not be able to read this installation."""
-    folder, messages = tmp_path / "owned", tmp_path / "messages"
+    # Not in tmp_path: another user may not go through its parents.
+    shared = Path(tempfile.mkdtemp())
+    request.addfinalizer(lambda: shutil.rmtree(shared))
+    folder, messages = shared / "owned", shared / "messages"
     arguments = ["train", "fakes:recipe", "--run-dir", str(folder), "--resume"]
     assert main(arguments) == 0
     assert main([*arguments, "--steps", "7"]) == 0
     messages.touch()
     messages.chmod(0o666)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)
+    shared.chmod(0o755)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     child = os.fork()
     if child == 0:
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
-        with open(messages, "w") as sys.stderr:
-            code = main([*arguments, "--steps", "8"])
-        os._exit(code)
+        code = 99
+        try:
+            os.setgid(NOBODY)
+            os.setuid(NOBODY)
+            with open(messages, "w") as sys.stderr:
+                code = main([*arguments, "--steps", "8"])
+        finally:  # whatever happens, this process must not go on with the tests
+            os._exit(code)
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 2, messages.read_text()
     assert f"groupwise: The run folder {folder} cannot be written (Permission denied)." in messages.read_text()

@@ -326,7 +326,7 @@ class FlowMemory:
         shape, block = spec.shape, self.model.forward_bytes(self.part, self.dtype_bytes)
         decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
         latents = {"latents": self.trajectory_bytes(spec)}
-        in_and_out = 2 * 4 * math.prod(self.latent)
+        in_and_out = 3 * 4 * math.prod(self.latent)  # of a step: latents, what the model is given, and its result
         return [
             {**latents, "activations": shape.largest_pass * (self.tokens * block + in_and_out)},
             {**latents, "decoded frames": decoded},
