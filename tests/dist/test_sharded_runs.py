@@ -26,6 +26,7 @@ def parts_of(folder):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
     unbroken = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "unbroken"])
     assert unbroken.returncode == 0, unbroken.stderr[-3000:]
@@ -47,6 +48,7 @@ def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_exported_as_a_model_that_transformers_loads(tmp_path):
     resume(tmp_path / "steps", "2-1")
     run = tmp_path / "run"

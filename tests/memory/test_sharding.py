@@ -162,6 +162,7 @@ def _planned_peaks(ranks, dtype):
     return peaks, held
 
 
+@pytest.mark.slow
 def test_parts_of_a_rank_on_two_real_ranks(tmp_path):
     output = tmp_path / "bytes.json"
     done = on_ranks(2, [Path(__file__).with_name("sharded_llama.py"), output])

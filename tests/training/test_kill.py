@@ -90,6 +90,7 @@ def killed(recipe: str, folder: Path, kills: int, *, seconds: float) -> dict:
     return json.loads(ended.stdout)
 
 
+@pytest.mark.slow
 def test_an_embedded_recipe_survives_five_kills(tmp_path):
     assert killed("controller", tmp_path, 5, seconds=170)["same"]
 
