@@ -12,7 +12,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from groupwise.workloads.flow.tasks.discs.model import save_discs
+from groupwise.workloads.flow.models.small_folder import save_transformer
 from tools.discs.pretrain import PretrainConfig, pretrain
 
 
@@ -28,7 +28,7 @@ def main(folder: Path, config: PretrainConfig, checkpoint_every: int = 200, thre
     torch.set_num_threads(threads)
     console = Console(soft_wrap=True, highlight=False)
     started = time.monotonic()
-    save_discs(pretrain(config, folder, log=console.print, checkpoint_every=checkpoint_every), folder / "asset")
+    save_transformer(pretrain(config, folder, log=console.print, checkpoint_every=checkpoint_every), folder / "asset")
     minutes = (time.monotonic() - started) / 60
     console.print(f"{minutes:.1f} minutes, {time.process_time() / 60:.1f} of CPU time, since the start")
 

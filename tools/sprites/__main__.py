@@ -13,7 +13,7 @@ import torch
 import tyro
 from rich.console import Console
 
-from groupwise.workloads.flow.tasks.sprites.model import save_sprites
+from groupwise.workloads.flow.models.small_folder import save_transformer
 from tools.sprites.pretrain import PretrainConfig, pretrain
 
 
@@ -32,7 +32,7 @@ def main(folder: Path, config: PretrainConfig, checkpoint_every: int = 100, thre
     for stage in ("shared", "base", "upper"):
         model = pretrain(config, folder, stage, log=console.print, checkpoint_every=checkpoint_every)
         if stage != "shared":
-            save_sprites(model, folder / "asset" / stage)
+            save_transformer(model, folder / "asset" / stage)
         minutes = (time.monotonic() - started) / 60
         console.print(f"{stage}: {minutes:.1f} minutes, {time.process_time() / 60:.1f} of CPU time, since the start")
 

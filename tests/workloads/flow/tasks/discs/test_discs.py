@@ -9,6 +9,7 @@ import groupwise as gw
 from groupwise.recipes import load_recipe
 from groupwise.workloads.flow.tasks.discs.charts import draw_images_sheet
 from groupwise.workloads.flow.tasks.discs.judge import connected_labels, judge_discs, judge_obeyed, obeys
+from groupwise.workloads.flow.tasks.discs.model import load_discs
 from groupwise.workloads.flow.tasks.discs.rewards import area_rewards, half_mask
 from groupwise.workloads.flow.tasks.discs.scene import (
     DISC_AREA,
@@ -22,6 +23,7 @@ from groupwise.workloads.flow.tasks.discs.scene import (
     parse_prompts,
 )
 from groupwise.workloads.flow.tasks.discs.task import discs_conditions
+from groupwise.workloads.flow.tasks.sprites.model import load_sprites
 
 PROMPTS = all_prompts(held_out=False) + all_prompts(held_out=True)
 MEANINGS = parse_prompts(PROMPTS)
@@ -128,6 +130,12 @@ def test_the_plan_of_the_recipe_is_that_of_a_traced_step():
     spec = config.step_spec()
     planned, traced = config.workload.memory_model().predict(spec), config.workload.trace_memory(spec)
     assert sum(planned.update.values()) == pytest.approx(traced["update"], rel=0.1)
+
+
+@pytest.mark.parametrize("load", [load_discs, load_sprites])
+def test_a_folder_without_a_model_is_refused_with_the_remedy(tmp_path, load):
+    with pytest.raises(gw.UserError, match=r"holds no config.json and no model.safetensors.*leave it out"):
+        load(tmp_path / "nowhere")
 
 
 def _paint(discs):

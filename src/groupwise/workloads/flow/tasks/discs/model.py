@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
 from diffusers import SD3Transformer2DModel
 from jaxtyping import Float
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.base import Conditioning, FlowModel
 from groupwise.workloads.flow.models.image import Sd3Model
+from groupwise.workloads.flow.models.small_folder import load_weights, read_config
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 from groupwise.workloads.flow.tasks.discs.config import ASSET, LATENT_CHANNELS, LATENT_SIDE
@@ -61,18 +59,6 @@ def conditioning_of(meanings: Meanings) -> Conditioning:
 
 def load_discs(folder: Path = ASSET) -> SD3Transformer2DModel:
     """The pretrained transformer."""
-    transformer = SD3Transformer2DModel.from_config(json.loads((folder / "config.json").read_text()))
-    weights = load_file(folder / "model.safetensors")
-    transformer.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    transformer = SD3Transformer2DModel.from_config(read_config(folder))
+    load_weights(transformer, folder)
     return transformer.eval()
-
-
-def save_discs(transformer: SD3Transformer2DModel, folder: Path) -> None:
-    """Its config as diffusers writes it, and all weights rounded to bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer.save_config(folder)
-    weights = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, weight in transformer.state_dict().items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
 from diffusers import WanTransformer3DModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning, FlowModel
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
+from groupwise.workloads.flow.models.small_folder import load_weights, read_config
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.flow.task import Condition, ConditionSpec
 from groupwise.workloads.flow.tasks.sprites.config import ASSET, FRAMES, LATENT_CHANNELS, LATENT_SIDE, SIDE
@@ -69,19 +67,7 @@ def predict_clean(
 
 def load_sprites(folder: Path = ASSET / "base") -> WanTransformer3DModel:
     """A pretrained transformer with its camera layers, in float32."""
-    transformer = WanTransformer3DModel.from_config(json.loads((folder / "config.json").read_text()))
+    transformer = WanTransformer3DModel.from_config(read_config(folder))
     add_camera_layers(transformer)
-    weights = load_file(folder / "model.safetensors")
-    transformer.load_state_dict({name: weight.float() for name, weight in weights.items()})
+    load_weights(transformer, folder)
     return transformer.eval()
-
-
-def save_sprites(transformer: WanTransformer3DModel, folder: Path) -> None:
-    """Its config as diffusers writes it, and all weights rounded to bfloat16."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer.save_config(folder)
-    weights = {
-        name: weight.detach().to("cpu", torch.bfloat16).contiguous()
-        for name, weight in transformer.state_dict().items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
