@@ -29,7 +29,7 @@ from rich.table import Table
 import groupwise as gw
 from groupwise.recipes import load_recipe
 from groupwise.training.evaluate import evaluate
-from groupwise.training.run_folder import RunFolder
+from groupwise.training.run_folder.folder import RunFolder
 from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.controller.evaluate.baselines import (
     choose,
@@ -93,7 +93,7 @@ def _trained(config: gw.Config) -> ControllerWorkload:
 
 
 def _restored(config: gw.Config) -> Setup:
-    from groupwise.training.checkpoint import newest_valid_checkpoint, restore
+    from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore
 
     setup = set_up(config)
     assert config.run.run_dir is not None

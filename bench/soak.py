@@ -26,7 +26,7 @@ from groupwise.recipes import load_recipe
 from groupwise.training.loop import train_step
 from groupwise.training.progress import ProgressDisplay
 from groupwise.training.run import StepLog
-from groupwise.training.run_folder import RunFolder
+from groupwise.training.run_folder.folder import RunFolder
 from groupwise.training.setup import set_up
 
 SMALLER: dict[str, Any] = {

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from bench.soak import small_recipe
 
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.training.run import train
 
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 
 TESTS = Path(__file__).parent
 ENVIRONMENT = {

@@ -16,7 +16,7 @@ from tiny.molmoe import copy_folder, published_config
 from tiny.vqa import write_vqa
 from tiny.wan import save_noise_clip, save_tiny_wan
 
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.recipes import load_recipe
 
 ROOT = Path(__file__).parent.parent

@@ -20,9 +20,9 @@ from groupwise.cli.main import main
 from groupwise.core.errors import UserError
 from groupwise.data.rows import RowFilter, read_rows
 from groupwise.rewards.http import ServiceError, _parse_rewards
-from groupwise.training.checkpoint import newest_valid_checkpoint, restore
 from groupwise.training.loop import train_step
 from groupwise.training.run import train
+from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore
 from groupwise.training.setup import set_up
 from groupwise.workloads.checkpoint_files import METADATA_FILE, metadata_hash, read_metadata
 from groupwise.workloads.controller.config import BudgetConfig

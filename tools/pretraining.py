@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import write_atomic
+from groupwise.core.io.files import write_atomic
 
 CHECKPOINT = "pretraining.pt"
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from processes import ENVIRONMENT, free_port, groupwise, wait_for_steps
 
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes", "idle_share")
 CHECKPOINT = ("policy.safetensors", "optimizer.safetensors", "ema.safetensors")

@@ -13,7 +13,7 @@ from processes import ENVIRONMENT, free_port, wait_for_steps
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.dist.heartbeat import is_lost_rank
 
 

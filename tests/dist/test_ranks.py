@@ -11,7 +11,7 @@ from processes import ENVIRONMENT, on_ranks
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 
 WORKER = Path(__file__).parent / "worker.py"
 

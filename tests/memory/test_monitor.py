@@ -6,7 +6,7 @@ import pytest
 from fakes import TinyConfig, recipe
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.shape import StepShape
 from groupwise.memory.measure import MemoryUsage
 from groupwise.memory.monitor import Monitor

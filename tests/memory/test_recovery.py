@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from groupwise.core.errors import OutOfMemoryError, UserError
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.memory.recovery import Recovery
-from groupwise.training.checkpoint import read_metadata
+from groupwise.training.run_folder.checkpoint import read_metadata
 from groupwise.workloads.checkpoint_files import checkpoint_errors
 
 HUNGRY = Path(__file__).parent / "hungry.py"

@@ -10,7 +10,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor
 
 from groupwise.core.randomness import uniform
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning, FlowModel
 from groupwise.workloads.flow.models.camera_layers import camera_velocity
 from groupwise.workloads.flow.models.trained_parts import InitialWeights

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from processes import ENVIRONMENT, command, groupwise
 
-from groupwise.training.abrupt_end import explain_abrupt_end, oom_kills
+from groupwise.training.run_folder.abrupt_end import explain_abrupt_end, oom_kills
 
 HERE = {"process": 7, "host": socket.gethostname(), "oom_kills": 0, "ended": False}
 GIB = 1 << 30

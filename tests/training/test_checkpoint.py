@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from groupwise.core import files
 from groupwise.core.errors import UserError
-from groupwise.training import checkpoint
-from groupwise.training.checkpoint import newest_valid_checkpoint, restore, write_checkpoint
+from groupwise.core.io import files
 from groupwise.training.config import OptimizerConfig
+from groupwise.training.run_folder import checkpoint
+from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore, write_checkpoint
 from groupwise.training.state import create_state
 from groupwise.workloads import checkpoint_files
 

@@ -16,7 +16,7 @@ from fakes import recipe
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.training.run import train
 
 STEPS = 4

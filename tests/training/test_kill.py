@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import ENVIRONMENT, TESTS, groupwise, kill, start, wait_for_steps
 
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 
 FILES = ("policy.safetensors", "optimizer.safetensors", "ema.safetensors")
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")

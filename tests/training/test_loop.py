@@ -8,7 +8,7 @@ from fakes import TinyConfig, TinyWorkload, recipe
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 
 
 class MeasuredReporter(gw.Reporter):

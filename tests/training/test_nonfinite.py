@@ -12,7 +12,7 @@ from processes import on_ranks
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.training.loop import train_step
 from groupwise.training.nonfinite import NonfiniteError
 from groupwise.training.run import train

@@ -6,7 +6,7 @@ import pytest
 from fakes import TinyConfig, recipe
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.memory.stages import StageBytes
 from groupwise.training.probe import probe
 from groupwise.training.setup import set_up

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.advantage import group_advantages
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import Placement, place
 from groupwise.core.reward import weigh
 from groupwise.core.shape import StepShape

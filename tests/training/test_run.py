@@ -11,12 +11,12 @@ from fakes import TinyConfig, recipe
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_jsonl
-from groupwise.training.checkpoint import read_metadata, restore
+from groupwise.core.io.files import read_jsonl
 from groupwise.training.config import differing_fields, from_dict, memory_settings, to_dict
 from groupwise.training.evaluate import evaluate
 from groupwise.training.run import set_up
-from groupwise.training.run_folder import RunFolder
+from groupwise.training.run_folder.checkpoint import read_metadata, restore
+from groupwise.training.run_folder.folder import RunFolder
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.training.checkpoint import newest_valid_checkpoint
+from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint
 from groupwise.workloads.checkpoint_files import checkpoint_errors, metadata_hash
 
 SOURCES = Path(__file__).parents[2] / "src"
@@ -311,8 +311,8 @@ def test_settings_of_any_type_are_taken_or_refused(field, value):
 
 
 def test_a_fresh_state_has_no_moments_and_resumes(tmp_path):
-    from groupwise.training.checkpoint import restore, write_checkpoint
     from groupwise.training.config import OptimizerConfig
+    from groupwise.training.run_folder.checkpoint import restore, write_checkpoint
     from groupwise.training.state import create_state
 
     written, resumed = (create_state(torch.nn.Linear(2, 2), OptimizerConfig()) for _ in range(2))
@@ -329,8 +329,8 @@ def test_a_fresh_state_has_no_moments_and_resumes(tmp_path):
 
 
 def test_samples_rotate_and_resume_finds_them(tmp_path):
-    from groupwise.core.files import read_jsonl
-    from groupwise.training.run_folder import RunFolder
+    from groupwise.core.io.files import read_jsonl
+    from groupwise.training.run_folder.folder import RunFolder
 
     folder = RunFolder(tmp_path)
     for step in range(10):  # lines of 90 bytes: three exceed 250, so the file rotates after steps 2, 5 and 8

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.randomness import uniform
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.models.base import Conditioning
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers
 from groupwise.workloads.flow.tasks.sprites.config import LATENT_CHANNELS

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import tyro
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import to_json
+from groupwise.core.io.files import to_json
 from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
 from groupwise.training.config import Config
 from groupwise.workloads.base import WorkloadConfig

@@ -13,11 +13,11 @@ import tyro
 from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.cli.tables import print_table
 from groupwise.core.errors import UserError
-from groupwise.core.imports import only_named_code
+from groupwise.core.io.imports import only_named_code
 from groupwise.recipes import RECIPES, load_recipe
 from groupwise.rewards.config import split_name
 from groupwise.training.config import Config, from_dict, to_dict
-from groupwise.training.run_folder import RunFolder
+from groupwise.training.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from groupwise.training.evaluate import Evaluation

@@ -11,7 +11,7 @@ import tyro
 
 from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_json
+from groupwise.core.io.files import read_json
 from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint
 
 

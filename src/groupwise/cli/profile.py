@@ -106,7 +106,7 @@ def _estimator(options: ProfileArguments, as_json: bool) -> int:
 
 
 def _importance(options: ProfileArguments, as_json: bool) -> int:
-    from groupwise.core.files import to_json
+    from groupwise.core.io.files import to_json
     from groupwise.dist.process import configure_process
 
     output = _importance_file(options)

@@ -11,7 +11,7 @@ import tyro
 
 from groupwise.cli.arguments import parse, print_json
 from groupwise.core.errors import UserError
-from groupwise.core.files import write_atomic
+from groupwise.core.io.files import write_atomic
 from groupwise.report.page import render
 from groupwise.report.run_data import read_run
 

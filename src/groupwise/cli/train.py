@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from groupwise.cli.arguments import print_json, quiet_stdout, read_config
 from groupwise.cli.tables import print_table
-from groupwise.training.run_folder import RunFolder, reward_of
+from groupwise.training.run_folder.folder import RunFolder, reward_of
 from groupwise.workloads.base import ReportTable
 
 if TYPE_CHECKING:

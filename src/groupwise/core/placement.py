@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.core.balance import ConditionCosts, order_by_cost
 from groupwise.core.epochs import draw_conditions
 from groupwise.core.errors import UserError
-from groupwise.core.imports import import_function
+from groupwise.core.io.imports import import_function
 from groupwise.core.randomness import normal, random_bits, uniform
 from groupwise.core.shape import PLACEMENTS, StepShape
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from groupwise.core.files import cache_folder, parse_json
 from groupwise.core.groups import content_hash
+from groupwise.core.io.files import cache_folder, parse_json
 
 _BLOCK = 1 << 22
 _LOCKED_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.imports import import_function, user_code
+from groupwise.core.io.imports import import_function, user_code
 
 Record = Mapping[str, Any]
 OnBadRow = Literal["refuse", "skip"]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from groupwise.core.user_code import exit_process
+from groupwise.core.io.user_code import exit_process
 
 LOOPBACK = "lo"
 _POLL_S = 1.0

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from groupwise.core.files import sync_folder
+from groupwise.core.io.files import sync_folder
 
 
 def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:

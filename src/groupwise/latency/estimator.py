@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import parse_json, write_atomic
+from groupwise.core.io.files import parse_json, write_atomic
 from groupwise.latency.machine import Machine, current_machine
 from groupwise.latency.records import EstimatedLatency
 from groupwise.latency.regression import (

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import parse_json
+from groupwise.core.io.files import parse_json
 
 _DENSE = ("llama", "mistral", "qwen2", "qwen3")
 _MIXTURE_OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe")

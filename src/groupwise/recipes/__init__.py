@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from groupwise.core.errors import UserError
-from groupwise.core.imports import import_object, user_code
+from groupwise.core.io.imports import import_object, user_code
 from groupwise.training.config import Config
 
 RECIPES: dict[str, str] = {

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import ignore_message, open_regular, read_bytes
-from groupwise.training.run_folder import METRICS, RunFolder
+from groupwise.core.io.files import ignore_message, open_regular, read_bytes
+from groupwise.training.run_folder.folder import METRICS, RunFolder
 
 MAX_LOG_BYTES = 256 << 20
 """Some hundred thousand steps: a page of more would not open in a browser."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import UserError, is_out_of_memory
+from groupwise.core.io.user_code import contain_exits, without_exit
 from groupwise.core.types import RewardTerms
-from groupwise.core.user_code import contain_exits, without_exit
 
 _GRACE_S = 1.0
 """Between the time limit of an async function and the moment when it is given up from outside."""

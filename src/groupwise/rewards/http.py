@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from groupwise.core.files import parse_json
+from groupwise.core.io.files import parse_json
 from groupwise.rewards.time_limit import with_time_limit
 
 _LARGEST = 2**1023

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from groupwise.core.errors import UserError
-from groupwise.core.imports import import_function, refuse_unnamed_code
+from groupwise.core.io.imports import import_function, refuse_unnamed_code
 from groupwise.rewards.call import RewardFunction
 from groupwise.rewards.config import SETTING, RewardFunctionsConfig, split_name
 from groupwise.rewards.http import HttpReward

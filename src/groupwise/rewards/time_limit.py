@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-from groupwise.core.user_code import without_exit
+from groupwise.core.io.user_code import without_exit
 
 
 def with_time_limit(function: Callable[..., Any], timeout_s: float, message: str = "") -> Callable[..., Any]:

@@ -14,7 +14,7 @@ import tyro
 
 from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
-from groupwise.core.json_types import has_type
+from groupwise.core.io.json_types import has_type
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.memory.stages import StepSpec
 from groupwise.workloads.base import WorkloadConfig

@@ -18,7 +18,7 @@ from groupwise.core.reward import too_many_missing
 from groupwise.core.types import Rollouts
 from groupwise.dist.comm import Comm
 from groupwise.training.config import Config, RunConfig
-from groupwise.training.run_folder import NONFINITE
+from groupwise.training.run_folder.folder import NONFINITE
 
 if TYPE_CHECKING:
     from groupwise.training.rollout import Round

@@ -18,8 +18,14 @@ from groupwise.dist.comm import Comm, connect, is_on_all_ranks
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.sharding import is_sharded
 from groupwise.dist.trackers import Trackers
-from groupwise.training.abrupt_end import explain_abrupt_end
-from groupwise.training.checkpoint import (
+from groupwise.training.config import Config, memory_settings, to_dict
+from groupwise.training.evaluate import write_evaluation
+from groupwise.training.loop import StepResult, training_steps
+from groupwise.training.nonfinite import NonfiniteError
+from groupwise.training.preflight import Check, preflight, refuse_failures
+from groupwise.training.progress import ProgressDisplay
+from groupwise.training.run_folder.abrupt_end import explain_abrupt_end
+from groupwise.training.run_folder.checkpoint import (
     check_same_config,
     check_same_files,
     newest_valid_checkpoint,
@@ -27,13 +33,7 @@ from groupwise.training.checkpoint import (
     restore,
     write_checkpoint,
 )
-from groupwise.training.config import Config, memory_settings, to_dict
-from groupwise.training.evaluate import write_evaluation
-from groupwise.training.loop import StepResult, training_steps
-from groupwise.training.nonfinite import NonfiniteError
-from groupwise.training.preflight import Check, preflight, refuse_failures
-from groupwise.training.progress import ProgressDisplay
-from groupwise.training.run_folder import METRICS, RunFolder, reward_of
+from groupwise.training.run_folder.folder import METRICS, RunFolder, reward_of
 from groupwise.training.setup import Setup, ignore_warning, set_up
 
 _SAME_REQUEST_S = 5.0

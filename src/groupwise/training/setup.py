@@ -19,9 +19,9 @@ from groupwise.memory.plan import MemoryModel, needs_sharding
 from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
 from groupwise.memory.sharding import Sharding
 from groupwise.memory.stages import StepSpec
-from groupwise.training.checkpoint import read_metadata
 from groupwise.training.config import Config
 from groupwise.training.nonfinite import NonfinitePolicy
+from groupwise.training.run_folder.checkpoint import read_metadata
 from groupwise.training.state import State, create_state
 from groupwise.training.work import WorkTimer
 from groupwise.workloads.base import Workload, WorkloadConfig

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import open_regular, read_json
+from groupwise.core.io.files import open_regular, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,7 +9,7 @@ from tools.sprites.pretrain import PretrainConfig, build, denoising_loss, draw_b
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.tasks.sprites.config import ASSET
 from groupwise.workloads.flow.tasks.sprites.latents import latents_of
 from groupwise.workloads.flow.tasks.sprites.model import SpritesModel, load_sprites

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.training.checkpoint import newest_valid_checkpoint, restore
 from groupwise.training.run import set_up
+from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore
 from groupwise.workloads.chat.build import export
 from groupwise.workloads.chat.config import PolicyConfig
 

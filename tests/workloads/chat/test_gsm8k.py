@@ -9,7 +9,7 @@ from tiny.chat import write_lines
 from tiny.llama import save_model
 
 from groupwise.cli.main import main
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 
 LINES = [
     {

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.training.config import differing_fields, to_dict
 from groupwise.workloads.chat.config import ChatEvalConfig, ChatRewardsConfig, PolicyConfig, SamplingParams

@@ -14,7 +14,7 @@ from tiny.llava import OPTIONS
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
 from groupwise.workloads.controller.conditions import make_conditions

@@ -9,7 +9,7 @@ from tiny.pipelines import save_pipeline
 from tiny.sd3 import save_tiny_sd3
 from tiny.wan import save_noise_clip, save_tiny_wan
 
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from groupwise.core.placement import RolloutRows
 from groupwise.core.shape import StepShape
 from groupwise.memory.stages import StepSpec
 from groupwise.recipes import load_recipe
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from workloads.flow.small import CPU
 
 VIDEO = {"num_attention_heads": 4, "attention_head_dim": 48, "ffn_dim": 768, "num_layers": 2}

@@ -7,7 +7,7 @@ import pytest
 from processes import groupwise, kill, start, wait_for_steps
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from workloads.flow.small import slow_recipe
 
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes")

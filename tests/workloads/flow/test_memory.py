@@ -9,7 +9,7 @@ from tiny.pixel_clips import PixelClipModel
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from workloads.flow.small import SmallConfig, recipe
 
 

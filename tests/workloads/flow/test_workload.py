@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.core.advantage import compute_advantages
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.core.reward import weigh
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, window_at

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_json
+from groupwise.core.io.files import read_json
 from groupwise.data.rows import RowFilter, read_rows
 from groupwise.workloads.chat.config import ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set

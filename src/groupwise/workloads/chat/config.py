@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require, require_types
-from groupwise.core.imports import resolve_folder
+from groupwise.core.io.imports import resolve_folder
 from groupwise.data.rows import OnBadRow
 from groupwise.memory.architecture import read_architecture
 from groupwise.rewards.config import RewardFunctionsConfig

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from groupwise.core.types import RewardTerms
 from groupwise.rewards.call import RewardFunction, call_rewards
-from groupwise.workloads.flow.clips import ClipFile, to_float
+from groupwise.workloads.flow.data.clips import ClipFile, to_float
 from groupwise.workloads.flow.task import Condition
 
 _KEPT_BYTES = 512 << 20

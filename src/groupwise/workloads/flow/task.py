@@ -17,8 +17,8 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.groups import group_id
 from groupwise.rewards.call import RewardFunction
-from groupwise.workloads.flow.cameras import check_camera_path
-from groupwise.workloads.flow.clips import ClipFile, to_float
+from groupwise.workloads.flow.data.cameras import check_camera_path
+from groupwise.workloads.flow.data.clips import ClipFile, to_float
 
 if TYPE_CHECKING:
     from groupwise.workloads.base import EvaluationReport

@@ -8,7 +8,7 @@ import pytest
 from processes import ENVIRONMENT
 
 from groupwise.core.errors import UserError
-from groupwise.core.imports import only_named_code
+from groupwise.core.io.imports import only_named_code
 from groupwise.workloads.controller.model.answer_cache import AnswerCache
 from groupwise.workloads.controller.model.knobs import Knobs
 

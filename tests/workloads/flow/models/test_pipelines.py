@@ -13,7 +13,7 @@ from tiny.wan import save_tiny_wan
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from workloads.flow.small import CPU
 

@@ -8,8 +8,8 @@ from tiny.wan import LORA
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.config import TrainedPartsConfig
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.models.camera_layers import camera_weights
 from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
 from groupwise.workloads.flow.task import Condition

@@ -11,14 +11,14 @@ from tiny.wan import save_noise_clip, tiny_recam
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.core.files import read_jsonl
+from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import RolloutRows
 from groupwise.data.rows import RowFilter
 from groupwise.recipes import load_recipe
 from groupwise.rewards.config import RewardFunctionsConfig
-from groupwise.workloads.flow.cameras import motion_to_pose
 from groupwise.workloads.flow.config import TrainedPartsConfig
-from groupwise.workloads.flow.data import read_conditions
+from groupwise.workloads.flow.data.cameras import motion_to_pose
+from groupwise.workloads.flow.data.rows import read_conditions
 from groupwise.workloads.flow.tasks.pipelines import ImageConfig
 from workloads.flow.small import CPU
 

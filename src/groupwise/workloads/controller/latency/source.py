@@ -9,8 +9,8 @@ from pathlib import Path
 from filelock import FileLock
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.files import cache_folder
 from groupwise.core.groups import content_hash
+from groupwise.core.io.files import cache_folder
 from groupwise.latency.estimator import FILE_FORMAT, LatencyEstimator
 from groupwise.latency.machine import current_machine
 from groupwise.latency.regression import Observation

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Protocol
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import open_regular
-from groupwise.core.imports import settings_are_trusted
+from groupwise.core.io.files import open_regular
+from groupwise.core.io.imports import settings_are_trusted
 from groupwise.workloads.controller.model.executor import AnswerRequest, Executor, PrefixStates
 from groupwise.workloads.controller.model.knobs import Knobs
 

@@ -18,8 +18,8 @@ import torch
 import transformers
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import cache_folder, write_atomic
 from groupwise.core.groups import content_hash
+from groupwise.core.io.files import cache_folder, write_atomic
 from groupwise.workloads.controller.model.adapters import ModelAdapter, Sample
 from groupwise.workloads.controller.model.adapters.experts import expert_module, router_of
 from groupwise.workloads.controller.model.executor import Answer, AnswerRequest, Executor

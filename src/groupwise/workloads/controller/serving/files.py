@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import MAX_JSON_BYTES, parse_json
-from groupwise.core.json_types import misfit
+from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
+from groupwise.core.io.json_types import misfit
 from groupwise.core.units import format_bytes
 from groupwise.workloads.checkpoint_files import (
     EMA_WEIGHTS,

@@ -14,8 +14,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import read_bytes
 from groupwise.core.groups import content_hash
+from groupwise.core.io.files import read_bytes
 from groupwise.data.file_hash import replace_file
 
 Encoding = Mapping[str, Tensor]

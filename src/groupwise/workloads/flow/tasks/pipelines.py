@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.files import cache_folder, parse_json
+from groupwise.core.io.files import cache_folder, parse_json
 from groupwise.data.rows import OnBadRow, RowFilter, format_counts
 from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
@@ -73,7 +73,7 @@ class PipelineConfig(FlowConfig):
 
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.rewards.load import load_reward_functions
-        from groupwise.workloads.flow.images import draw_movie, draw_sheet
+        from groupwise.workloads.flow.data.images import draw_movie, draw_sheet
         from groupwise.workloads.flow.sampling.encoding_store import EncodingStore
         from groupwise.workloads.flow.task import FlowTask
 
@@ -99,8 +99,8 @@ class PipelineConfig(FlowConfig):
         )
 
     def _read(self, name: Literal["data", "held_out"], notes: list[str]) -> list[Condition]:
-        from groupwise.workloads.flow.clips import ClipFormat
-        from groupwise.workloads.flow.data import read_conditions
+        from groupwise.workloads.flow.data.clips import ClipFormat
+        from groupwise.workloads.flow.data.rows import read_conditions
 
         row_filter = RowFilter(self.on_bad_row, "--workload.on-bad-row")
         clips = ClipFormat((self.height, self.width), getattr(self, "frames", None))

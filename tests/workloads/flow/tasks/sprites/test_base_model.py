@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from groupwise.recipes import load_recipe
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.evaluate import generate_clips
 from groupwise.workloads.flow.rewards import clip_rewards
 from groupwise.workloads.flow.sampling.encodings import ConditioningCache

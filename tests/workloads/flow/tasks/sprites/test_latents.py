@@ -3,7 +3,7 @@
 import torch
 from torch.testing import assert_close
 
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.tasks.sprites.config import FRAMES, LATENT_SIDE, SIDE
 from groupwise.workloads.flow.tasks.sprites.latents import (
     PALETTE,

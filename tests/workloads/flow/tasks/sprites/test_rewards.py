@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.tasks.sprites.latents import true_clips
 from groupwise.workloads.flow.tasks.sprites.metrics import against_truth, floor_correlation, psnr
 from groupwise.workloads.flow.tasks.sprites.pixels import SpritePositions, halve, locate_sprites, sprite_shares

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.tasks.sprites.config import FRAMES
 from groupwise.workloads.flow.tasks.sprites.scene import (
     draw_motions,

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.tasks.sprites.config import LATENT_CHANNELS, LATENT_SIDE, SCALE, SIDE
 from groupwise.workloads.flow.tasks.sprites.scene import (
     Centers,

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional
 
-from groupwise.workloads.flow.cameras import motion_to_pose, split_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose, split_pose
 from groupwise.workloads.flow.tasks.sprites.config import LATENT_SIDE, SIDE
 from groupwise.workloads.flow.tasks.sprites.latents import Clips, opacities, sprite_masks, true_clips
 from groupwise.workloads.flow.tasks.sprites.pixels import (

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.randomness import uniform
-from groupwise.workloads.flow.cameras import split_pose
+from groupwise.workloads.flow.data.cameras import split_pose
 from groupwise.workloads.flow.tasks.sprites.config import FRAMES, PROMPT_WORDS
 
 SPRITES = ("disc", "square", "triangle")

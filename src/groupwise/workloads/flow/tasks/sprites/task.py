@@ -7,7 +7,7 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.dist.devices import move_module
-from groupwise.workloads.flow.cameras import motion_to_pose
+from groupwise.workloads.flow.data.cameras import motion_to_pose
 from groupwise.workloads.flow.task import Condition, FlowTask
 from groupwise.workloads.flow.tasks.sprites.charts import draw_clips_gif, draw_clips_sheet
 from groupwise.workloads.flow.tasks.sprites.comparison import compare_models

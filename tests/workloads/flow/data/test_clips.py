@@ -14,8 +14,8 @@ from PIL import Image
 import groupwise as gw
 from groupwise.data.file_hash import file_hash
 from groupwise.data.rows import BadRow, RowFilter
-from groupwise.workloads.flow.clips import MAX_FRAME_PIXELS, ClipFormat, open_clip
-from groupwise.workloads.flow.data import read_conditions
+from groupwise.workloads.flow.data.clips import MAX_FRAME_PIXELS, ClipFormat, open_clip
+from groupwise.workloads.flow.data.rows import read_conditions
 from groupwise.workloads.flow.rewards import SourceClips
 from groupwise.workloads.flow.task import group_ids
 

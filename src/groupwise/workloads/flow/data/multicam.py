@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import MAX_JSON_BYTES, parse_json
+from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
 from groupwise.core.units import format_bytes
 from groupwise.data.rows import BadRow, Record
 

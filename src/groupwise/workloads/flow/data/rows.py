@@ -17,11 +17,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import MAX_JSON_BYTES, parse_json
+from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
 from groupwise.core.units import format_bytes
 from groupwise.data.rows import BadRow, Record, Records, RowFilter, format_counts, read_rows, require_columns
-from groupwise.workloads.flow.clips import ClipFormat, open_clip
-from groupwise.workloads.flow.multicam import METADATA, multicam_rows, target_poses
+from groupwise.workloads.flow.data.clips import ClipFormat, open_clip
+from groupwise.workloads.flow.data.multicam import METADATA, multicam_rows, target_poses
 from groupwise.workloads.flow.task import Condition
 
 _CONDITION_COLUMNS = ("prompt", "video", "camera")

@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from groupwise.workloads.flow.images import draw_movie, draw_sheet
+from groupwise.workloads.flow.data.images import draw_movie, draw_sheet
 from groupwise.workloads.flow.task import Condition
 
 

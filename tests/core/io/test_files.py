@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from groupwise.core.files import append_jsonl, read_jsonl, to_json, write_atomic
+from groupwise.core.io.files import append_jsonl, read_jsonl, to_json, write_atomic
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):

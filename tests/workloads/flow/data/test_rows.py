@@ -8,8 +8,8 @@ import torch
 
 import groupwise as gw
 from groupwise.data.rows import RowFilter
-from groupwise.workloads.flow.cameras import motion_to_pose
-from groupwise.workloads.flow.data import read_conditions
+from groupwise.workloads.flow.data.cameras import motion_to_pose
+from groupwise.workloads.flow.data.rows import read_conditions
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from torch.testing import assert_close
 
 import groupwise as gw
 from groupwise.data.rows import BadRow, RowFilter
-from groupwise.workloads.flow.cameras import check_camera_path
-from groupwise.workloads.flow.clips import ClipFormat
-from groupwise.workloads.flow.data import read_conditions
-from groupwise.workloads.flow.multicam import target_poses
+from groupwise.workloads.flow.data.cameras import check_camera_path
+from groupwise.workloads.flow.data.clips import ClipFormat
+from groupwise.workloads.flow.data.multicam import target_poses
+from groupwise.workloads.flow.data.rows import read_conditions
 
-REFERENCE = Path(__file__).parent / "reference"
+REFERENCE = Path(__file__).parents[1] / "reference"
 FILE = REFERENCE / "camera_extrinsics.json"
 POSES = np.load(REFERENCE / "recam_poses.npz")
 

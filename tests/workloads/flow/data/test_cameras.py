@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 import groupwise as gw
-from groupwise.workloads.flow.cameras import (
+from groupwise.workloads.flow.data.cameras import (
     check_camera_path,
     join_pose,
     motion_to_pose,
@@ -18,7 +18,7 @@ from groupwise.workloads.flow.cameras import (
     split_pose,
     translation_errors,
 )
-from groupwise.workloads.flow.multicam import relative_poses
+from groupwise.workloads.flow.data.multicam import relative_poses
 
 NUMBERS = st.floats(-1.2, 1.2)
 MOTIONS = st.lists(st.lists(NUMBERS, min_size=6, max_size=6), min_size=2, max_size=5).map(torch.tensor)

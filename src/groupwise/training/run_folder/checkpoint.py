@@ -18,7 +18,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import parse_json, read_bytes, sync_folder, write_atomic, write_synced
+from groupwise.core.io.files import parse_json, read_bytes, sync_folder, write_atomic, write_synced
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharded_files import load_parts, save_parts, shapes_in_parts
 from groupwise.dist.sharding import is_sharded, part_like

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from groupwise.core.errors import UserError
-from groupwise.core.imports import import_function, import_object
+from groupwise.core.io.imports import import_function, import_object
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from groupwise.core.errors import UserError
-from groupwise.core.files import (
+from groupwise.core.io.files import (
     append_jsonl,
     ignore_message,
     read_json,
@@ -26,7 +26,7 @@ from groupwise.core.files import (
     write_atomic,
 )
 from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
-from groupwise.training.abrupt_end import oom_kills
+from groupwise.training.run_folder.abrupt_end import oom_kills
 from groupwise.workloads.checkpoint_files import newest_first
 
 METRICS, SAMPLES, OLDER_SAMPLES = "metrics.jsonl", "samples.jsonl", "samples.1.jsonl"

@@ -1,0 +1,1 @@
+"""What comes from outside: files with limits, JSON of known types, imports by name, functions of the user."""

@@ -1,0 +1,1 @@
+"""What conditions are read from: rows, clips, images, camera paths, MultiCamVideo."""
