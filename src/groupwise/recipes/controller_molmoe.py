@@ -1,6 +1,6 @@
-"""The controller on a LLaVA model with OLMoE experts, as MolmoE-1B is built, and VQA from disk; for 8 accelerators.
+"""The controller on MolmoE-1B, or another model with experts, and VQA from disk; for 8 accelerators.
 
-torchrun --nproc-per-node 8 -m groupwise train controller-molmoe --workload.model FOLDER --workload.questions FILE ...
+torchrun --nproc-per-node 8 -m groupwise train controller-molmoe --workload.model FOLDER --workload.questions FILE
 """
 
 from __future__ import annotations

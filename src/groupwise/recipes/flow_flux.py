@@ -1,7 +1,7 @@
 """Images by Flux.1, for 8 NPUs or GPUs: a LoRA adapter, in groups of 16.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-flux --workload.pipeline FOLDER --workload.data PROMPTS.jsonl \
-  --workload.rewards aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text
+  --workload.rewards.functions aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text
 """
 
 from __future__ import annotations

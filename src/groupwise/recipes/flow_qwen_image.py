@@ -1,7 +1,7 @@
 """Images by Qwen-Image, for 8 NPUs or GPUs: a LoRA adapter, in groups of 16.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-qwen-image --workload.pipeline FOLDER --workload.data FILE.jsonl \
-  --workload.rewards aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text
+  --workload.rewards.functions aesthetic=http://127.0.0.1:8000/aesthetic text=mine:text
 """
 
 from __future__ import annotations

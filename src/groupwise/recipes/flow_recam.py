@@ -1,7 +1,8 @@
 """ReCamMaster's task on Wan, for 8 NPUs or GPUs: clips along another camera path, in groups of 4.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-recam --workload.pipeline FOLDER --workload.data FILE.jsonl \
-  --workload.camera-layers FILE.safetensors --workload.rewards camera=http://127.0.0.1:8000/camera quality=mine:quality
+  --workload.camera-layers FILE.safetensors \
+  --workload.rewards.functions camera=http://127.0.0.1:8000/camera quality=mine:quality
 """
 
 from __future__ import annotations

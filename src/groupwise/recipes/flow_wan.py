@@ -1,7 +1,7 @@
 """Clips by Wan 2.1 or 2.2 from prompts, or from prompts and images, for 8 NPUs or GPUs, in groups of 8.
 
 torchrun --nproc-per-node 8 -m groupwise train flow-wan --workload.pipeline FOLDER --workload.data FILE.jsonl \
-  --workload.rewards motion=http://127.0.0.1:8000/motion quality=mine:quality
+  --workload.rewards.functions motion=http://127.0.0.1:8000/motion quality=mine:quality
 """
 
 from __future__ import annotations
