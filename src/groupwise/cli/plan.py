@@ -92,7 +92,7 @@ class ModelArguments(PlanOptions):
     shard_over: Literal["all", "node"] = "all"
     """Ranks that hold a whole copy together: all, or those of each node (then a copy on each node)."""
     shard_rollout: RolloutMode = "auto"
-    """Weights in rollouts. whole: all are gathered first. blocks: a block while it runs. auto: whole where that fits."""
+    """Weights in rollouts. whole: all are gathered first. blocks: each while it runs. auto: whole where that fits."""
     shard_exchange: Literal["pass", "update"] = "pass"
     """When gradients are summed over the ranks: after each pass, or once per update, which holds all of them until
     then."""

@@ -182,8 +182,8 @@ def check_weights_fit(model: MemoryModel, spec: StepSpec, device_bytes: int) -> 
 
 
 def evaluate_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float = 1.0) -> PlannedSetting:
-    """What a setting takes. Where it is sharded and the rollout's mode is auto, all weights are gathered for the rollout
-    if that fits a share of the device, and else block by block.
+    """What a setting takes. Sharded, and with the rollout's mode auto, all weights are gathered for the rollout if that
+    fits a share of the device, and else block by block.
     """
     for sharding in _with_rollout_mode(spec.sharding):
         spec = replace(spec, sharding=sharding)
