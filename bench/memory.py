@@ -53,6 +53,7 @@ def true_bytes(point: Point) -> int:
     if point.stage == "rollout":
         with torch.no_grad():
             return before + peak_allocated(lambda: point.real_rollout(step))
+    before += sum(tensor.nbytes for tensor in step.held_in_update)
     optimizer = create_state(step.policy, OptimizerConfig()).optimizer
 
     def update() -> None:

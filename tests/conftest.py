@@ -6,6 +6,8 @@ import importlib
 import os
 import tempfile
 
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")  # some virtual machines announce AMX and refuse it
+
 import hypothesis
 import torch
 from jaxtyping import install_import_hook

@@ -3,11 +3,14 @@
 // Its tensors are not CPU tensors: an operation on both is refused, as on a GPU. Device memory is counted and can be
 // limited. Counted are also kernels, bytes copied, and host synchronizations: whatever makes the host wait for the
 // device on real hardware. These are reading a value, copies that are not both pinned and non-blocking, and operations
-// whose output size depends on values.
+// whose output size depends on values. The device can be lost: from then on everything asked of it raises.
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/native/transformers/sdp_utils_cpp.h>
+#include <ATen/ops/_fused_sdp_choice_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/view_native.h>
@@ -27,12 +30,28 @@ constexpr int64_t kTotalBytes = int64_t{8} << 30;
 struct Counters {
   std::atomic<int64_t> live_bytes{0}, peak_bytes{0}, limit_bytes{0};
   std::atomic<int64_t> host_syncs{0}, kernels{0}, bytes_to_device{0}, bytes_to_host{0};
+  std::atomic<int64_t> kernels_until_lost{-1};  // -1: never
 } counters;
+
+// As torch reports a CUDA context that is gone: neither a kernel nor a copy works in it again.
+void check_alive() {
+  if (counters.kernels_until_lost != 0) return;
+  throw c10::AcceleratorError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, 719,
+      "CUDA error: unspecified launch failure\nSearch for `cudaErrorLaunchFailure' in the documentation (emulated).");
+}
+
+void count_kernel() {
+  check_alive();
+  counters.kernels++;
+  if (counters.kernels_until_lost > 0) counters.kernels_until_lost--;
+}
 
 // Called with its name at each synchronization, to look for the cause.
 py::object* on_sync = nullptr;
 
 void count_sync(const std::string& name) {
+  check_alive();
   counters.host_syncs++;
   if (on_sync == nullptr) return;
   py::gil_scoped_acquire acquire;
@@ -58,6 +77,7 @@ void release(void* context) {
 }
 
 void count_allocation(int64_t bytes) {
+  check_alive();
   const int64_t live = counters.live_bytes + bytes, limit = counters.limit_bytes;
   if (limit && live > limit) {
     TORCH_CHECK_WITH(
@@ -240,9 +260,10 @@ at::Tensor empty_strided(
 }
 
 at::Tensor copy_from(const at::Tensor& source, const at::Tensor& target, bool non_blocking) {
+  check_alive();
   const auto bytes = static_cast<int64_t>(target.nbytes());
   if (source.device() == target.device()) {
-    counters.kernels++;
+    count_kernel();
   } else if (source.device().is_cpu()) {
     counters.bytes_to_device += bytes;
     if (!(non_blocking && is_pinned(source))) count_sync("copy to device");
@@ -297,7 +318,7 @@ at::Tensor convolution(
     const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups) {
-  counters.kernels++;
+  count_kernel();
   std::optional<at::Tensor> host_bias;
   if (bias && bias->defined()) host_bias = on_host(*bias);
   return on_device(at::convolution(
@@ -308,12 +329,50 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
     const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride,
     c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
     int64_t groups, std::array<bool, 3> wanted) {
-  counters.kernels++;
+  count_kernel();
   const std::vector<int64_t> bias_size{transposed ? weight.size(1) * groups : weight.size(0)};
   auto [of_input, of_weight, of_bias] = at::convolution_backward(
       on_host(grad), on_host(input), on_host(weight), bias_size, stride, padding, dilation, transposed, output_padding,
       groups, wanted);
   return {on_device(of_input), on_device(of_weight), on_device(of_bias)};
+}
+
+// Fused attention, as CUDA and Ascend's plugin have it: without it torch would keep all scores for the backward pass.
+using Attention = std::tuple<
+    at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::SymInt, at::Tensor, at::Tensor, at::Tensor>;
+
+int64_t attention_choice(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    double dropout, bool causal, std::optional<double> scale, bool grouped) {
+  const auto cpu = at::native::_fused_sdp_choice_cpp(query, key, value, mask, dropout, causal, scale, grouped);
+  const bool fused = cpu == static_cast<int64_t>(at::SDPBackend::flash_attention) && !(mask && mask->requires_grad());
+  return static_cast<int64_t>(fused ? at::SDPBackend::overrideable : at::SDPBackend::math);
+}
+
+Attention attention(
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& bias,
+    double dropout, bool causal, bool, std::optional<double> scale) {
+  count_kernel();
+  std::optional<at::Tensor> host_bias;
+  if (bias && bias->defined()) host_bias = on_host(*bias);
+  auto [out, logsumexp] = at::_scaled_dot_product_flash_attention_for_cpu(
+      on_host(query), on_host(key), on_host(value), dropout, causal, host_bias, scale);
+  const auto none = at::empty({0}, query.options().dtype(at::kLong));
+  return {on_device(out), on_device(logsumexp), none, none, query.size(2), key.size(2), none, none, none};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_backward(
+    const at::Tensor& grad, const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+    const at::Tensor& bias, std::array<bool, 4>, const at::Tensor& out, const at::Tensor& logsumexp,
+    const at::Tensor&, const at::Tensor&, int64_t, int64_t, double dropout, bool causal, const at::Tensor&,
+    const at::Tensor&, std::optional<double> scale) {
+  count_kernel();
+  std::optional<at::Tensor> host_bias;
+  if (bias.defined()) host_bias = on_host(bias);
+  auto [of_query, of_key, of_value] = at::_scaled_dot_product_flash_attention_for_cpu_backward(
+      on_host(grad), on_host(query), on_host(key), on_host(value), on_host(out), on_host(logsumexp), dropout, causal,
+      host_bias, scale);
+  return {on_device(of_query), on_device(of_key), on_device(of_value), at::Tensor()};
 }
 
 // ---- all other operations: the CPU's kernel on the same memory
@@ -414,7 +473,7 @@ void run_on_host(const c10::OperatorHandle& operation, torch::jit::Stack* stack)
   const auto& schema = operation.schema();
   const size_t arguments = schema.arguments().size(), base = stack->size() - arguments;
   Call call{schema, {stack->begin() + base, stack->end()}, {}, {}};
-  counters.kernels++;
+  count_kernel();
   if (has_output_size_by_value(schema.name())) count_sync(schema.name());
   for (size_t index = 0; index < arguments; index++) (*stack)[base + index] = call.host_argument(index);
   TORCH_CHECK(
@@ -447,7 +506,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
 }
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &attention_choice)
+}  // namespace at::native
 
 namespace at::autocast {
 namespace {
@@ -480,5 +545,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     counters.peak_bytes = counters.live_bytes.load();
     counters.host_syncs = counters.kernels = counters.bytes_to_device = counters.bytes_to_host = 0;
   });
+  m.def("lose_after", [](int64_t kernels) { counters.kernels_until_lost = kernels; });
   m.def("set_memory_limit", [](int64_t bytes) { counters.limit_bytes = bytes; });
 }

@@ -52,7 +52,7 @@ def build() -> Any:
 
 @cache
 def register() -> Any:
-    """Register the device; the module has counters(), reset_counters(), set_memory_limit(), on_sync()."""
+    """Register the device; the module has counters(), reset_counters(), set_memory_limit(), lose_after(), on_sync()."""
     device = build()
     device.register_hooks()
     torch.utils.rename_privateuse1_backend(NAME)

@@ -145,7 +145,7 @@ def test_a_sharded_recipe_has_the_same_parts_cut(recipe, capsys):
     for part in ("weights", "optimizer"):
         assert cut["parts"]["rollout"][part] == -(-whole["parts"]["rollout"][part] // 4)
     assert whole["sharding"] is None
-    assert cut["sharding"] == {"ranks": 4, "over": "all", "rollout": "gathered", "exchange": "pass"}
+    assert cut["sharding"] == {"ranks": 4, "over": "all", "rollout": "whole", "exchange": "pass"}
     assert [setting["fits"] for setting in cut["settings"].values()] == [True] * 3
     assert cut["fewest_ranks"]["ranks"] == 1
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import groupwise as gw
+from groupwise.core.types import concatenate_rollouts
 
 
 class Block(nn.Module):
@@ -21,7 +22,7 @@ class Block(nn.Module):
         self.linear, self.stage = nn.Linear(6, 6, dtype=torch.float64), stage if number == 1 else ""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.is_out("forward", hidden):
+        if self.is_out("forward", hidden) or self.is_out("rollout", hidden):
             torch.empty(1 << 50, dtype=torch.uint8)
         if self.is_out("backward", hidden):
             hidden = EatsInBackward.apply(hidden)
@@ -29,7 +30,8 @@ class Block(nn.Module):
 
     def is_out(self, stage: str, hidden: Tensor) -> bool:
         rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        return self.stage == stage and rank == ranks - 1 > 0 and len(hidden) > 1 and torch.is_grad_enabled()
+        in_stage = self.stage == stage and torch.is_grad_enabled() == (stage != "rollout")
+        return in_stage and rank == ranks - 1 > 0 and len(hidden) > 1
 
 
 class EatsInBackward(torch.autograd.Function):
@@ -60,6 +62,9 @@ class FakeWithBlocks(fakes.TinyWorkload):
     def __init__(self, config: FakeConfig, device: torch.device):
         super().__init__(config, device)
         self.policy = BlockPolicy(config.stage)
+
+    def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
+        return concatenate_rollouts([super(FakeWithBlocks, self).rollout(part) for part in rows.passes()])
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Three steps of each workload, sharded and not, for each placement; rank 0 writes the outcomes.
 
-    python shard_worker.py FOLDER NAMES PLACEMENTS RANKS [RANKS ...]      (writes FOLDER/RANKS.pt; one rank is not sharded)
+    python shard_worker.py FOLDER RUNS PLACEMENTS RANKS [RANKS ...]      (writes FOLDER/RANKS.pt; one rank is not sharded)
 
-NAMES are those of `configs`; they and PLACEMENTS have commas between them. Ranks are forked from a process that has imported everything: that takes
-longer than the steps.
+RUNS are names of `configs` with a mode of the rollout, as in chat/blocks; they and PLACEMENTS have commas between them.
+Ranks are forked from a process that has imported everything: that takes longer than the steps.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.multiprocessing.spawn import start_processes
 import groupwise as gw
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
-from groupwise.dist.sharding import full, local
+from groupwise.dist.sharding import full, local, rollout_mode, rollout_weights
 from groupwise.training.loop import training_steps
 from groupwise.training.rollout import generate_rollouts
-from groupwise.training.setup import set_up
+from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.controller.config import BudgetConfig
 
@@ -83,26 +83,31 @@ def configs(folder: Path) -> dict[str, gw.Config]:
         "idle": replace(fakes.recipe(), workload=FakeConfig(), loss=ranking, optimizer=twice, **SHAPE),
         **{
             f"oom {stage}": replace(fakes.recipe(), workload=FakeConfig(flat_below=0, stage=stage), **SHAPE)
-            for stage in ("forward", "backward")
+            for stage in ("forward", "backward", "rollout")
         },
         "chat lora": replace(_chat(folder, reference="adapter", lora_rank=2, gradient_checkpointing=True), loss=kl),
         "chat plain": replace(_chat(folder, forward="plain"), shard_exchange="update"),
+        "chat checkpointed": replace(_chat(folder, reference="copy", gradient_checkpointing=True), loss=kl),
+        "chat bfloat16": replace(_chat(folder, reference="copy", dtype="bfloat16"), loss=kl),
+        "nodes": replace(fakes.recipe(), workload=FakeConfig(), optimizer=twice, shard_over="node", **SHAPE),
         "flow by steps": replace(flow, rows_per_pass=1, loss=replace(flow.loss, ratio="rollout")),
     }
 
 
 def _chat(folder: Path, **policy: Any) -> gw.Config:
     config = tiny.chat.recipe(folder / "chat")
-    settings = PolicyConfig(model=config.workload.policy.model, dtype="float64", **policy)
+    settings = PolicyConfig(model=config.workload.policy.model, **{"dtype": "float64", **policy})
     return replace(config, workload=replace(config.workload, policy=settings), **SHAPE)
 
 
 def outcome(config: gw.Config) -> dict[str, Any]:
     """Rollouts of the first step in order, the first gradient, and the weights after three steps."""
     setup = set_up(config)
+    has_blocks = isinstance(config.workload, FakeConfig) and not config.workload.stage
+    uneven = setup.comm.gather_objects(_uneven_forwards(setup) if has_blocks else [])
     placement = place(setup.shape, seed=config.seed, step=0)
     rows = placement.rows_of(setup.comm.rank)
-    rollouts = generate_rollouts(setup, placement)
+    rollouts = setup.recovery.retry_smaller("rollout", generate_rollouts, setup, placement)
     entries = zip(rows.group.tolist(), rows.member.tolist(), rollouts.logp, _decisions(rollouts), strict=True)
     in_order = sorted(setup.comm.gather_objects(list(entries)), key=lambda entry: entry[:2])
     steps = training_steps(setup)
@@ -119,8 +124,23 @@ def outcome(config: gw.Config) -> dict[str, Any]:
         "ema": torch.cat([full(weight).flatten() for weight in ema.weights.values()]) if ema else torch.zeros(0),
         "grad_norms": torch.tensor([step["grad_norm"] for step in metrics]),
         "rows_per_pass": [step["rows_per_pass"] for step in metrics],
+        "uneven": uneven,
+        "rollout": rollout_mode(setup.workload.policy),
         "held": setup.comm.gather_objects([sum(local(weight.detach()).numel() for weight in weights)]),
     }
+
+
+def _uneven_forwards(setup: Setup) -> list[Tensor]:
+    """Rank r runs the policy 2 r times, and odd ranks its blocks in reverse order before."""
+    comm, policy = setup.comm, setup.workload.policy
+    outputs = []
+    with comm.fail_together("Running the policy"), rollout_weights(policy), torch.inference_mode():
+        hidden = torch.ones(1, 6, dtype=torch.float64)
+        for block in reversed(policy.blocks) if comm.rank % 2 else ():
+            hidden = block(hidden)
+        outputs += [policy(torch.arange(3)) for _ in range(2 * comm.rank)]
+        alone = policy(torch.arange(3)) if comm.ranks == 1 else None
+    return [alone.clone()] if alone is not None else [output.clone() for output in outputs]
 
 
 def _decisions(rollouts: gw.Rollouts) -> list[Any]:
@@ -130,16 +150,16 @@ def _decisions(rollouts: gw.Rollouts) -> list[Any]:
     return (data["choices"] if "choices" in data else data["latents"]).tolist()
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: Path, names: list[str], placements: list[str]) -> None:
+def run_rank(rank: int, ranks: int, port: int, folder: Path, runs: list[str], placements: list[str]) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
-    shard = "none" if ranks == 1 else "full"
-    outcomes = {
-        f"{name} {placement}": outcome(replace(config, placement=placement, shard=shard))
-        for name, config in configs(folder).items()
-        for placement in placements
-        if name in names
-    }
+    shard, settings, outcomes = "none" if ranks == 1 else "full", configs(folder), {}
+    for run in runs if ranks > 1 else {f"{run.split('/')[0]}/auto" for run in runs}:
+        name, rollout = run.split("/")
+        for placement in placements:
+            config = replace(settings[name], placement=placement, shard=shard, shard_rollout=rollout)
+            os.environ["LOCAL_WORLD_SIZE"] = str(2 if config.shard_over == "node" else ranks)
+            outcomes[f"{run if ranks > 1 else name} {placement}"] = outcome(config)
     if connect().is_main:
         torch.save(outcomes, folder / f"{ranks}.pt")
     disconnect()
@@ -147,11 +167,11 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path, names: list[str], p
 
 
 if __name__ == "__main__":
-    folder, names, placements = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(",")
+    folder, runs, placements = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(",")
     torch.set_num_threads(1)
     for name, config in configs(folder).items():
-        if name in names:
+        if name in {run.split("/")[0] for run in runs}:
             config.workload.build(torch.device("cpu"))  # imports what it needs, and writes the tiny models
     for count in map(int, sys.argv[4:]):
-        arguments = (count, free_port(), folder, names, placements)
+        arguments = (count, free_port(), folder, runs, placements)
         start_processes(run_rank, arguments, nprocs=count, start_method="fork")

@@ -11,18 +11,27 @@ from torch.testing import assert_close
 
 WORKER = Path(__file__).parent / "shard_worker.py"
 WORKLOADS = ("chat", "controller", "flow", "idle")
-QUICK = (*WORKLOADS, "oom forward", "oom backward")
-VARIANTS = ("chat lora", "chat plain", "flow by steps")
+QUICK = ("chat/whole", "chat/blocks", "controller/whole", "flow/blocks", "idle/whole", "idle/blocks")
+OUT_OF_MEMORY = ("oom forward/whole", "oom backward/whole", "oom rollout/blocks")
+VARIANTS = ("chat lora", "chat checkpointed", "chat plain", "flow by steps")
 
 
-def run_steps(folder, names, placements, ranks):
-    program = [sys.executable, WORKER, folder, ",".join(names), ",".join(placements), *map(str, ranks)]
+def run_steps(folder, runs, placements, ranks):
+    program = [sys.executable, WORKER, folder, ",".join(runs), ",".join(placements), *map(str, ranks)]
     ended = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {count: torch.load(folder / f"{count}.pt", weights_only=False) for count in ranks}
 
 
-def check_same_run(alone, sharded, ranks):
+def compare(outcomes, run, placement, ranks, copies=1):
+    """A sharded run with the one of a single process."""
+    name, rollout = run.split("/")
+    sharded = outcomes[ranks][f"{run} {placement}"]
+    assert sharded["rollout"] == rollout
+    check_same_run(outcomes[1][f"{name} {placement}"], sharded, ranks, copies)
+
+
+def check_same_run(alone, sharded, ranks, copies):
     assert sharded["decisions"] == alone["decisions"]
     for here, there in zip(sharded["logp"], alone["logp"], strict=True):
         assert_close(here, there, rtol=0, atol=1e-12)
@@ -31,46 +40,91 @@ def check_same_run(alone, sharded, ranks):
     for name in ("gradient", "weights", "ema", "grad_norms"):
         assert_close(sharded[name], alone[name], rtol=0, atol=1e-12)
     # each rank holds its part, up to the padding of tensors whose first axis the ranks do not divide
-    assert sum(sharded["held"]) == alone["held"][0]
-    assert max(sharded["held"]) < alone["held"][0] / ranks * 1.5
+    assert sum(sharded["held"]) == copies * alone["held"][0]
+    assert max(sharded["held"]) < copies * alone["held"][0] / ranks * 1.5
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    return run_steps(tmp_path_factory.mktemp("two"), QUICK, ["shuffled"], (1, 2))
+    return run_steps(tmp_path_factory.mktemp("two"), QUICK + OUT_OF_MEMORY, ["shuffled"], (1, 2))
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", QUICK)
-def test_two_ranks_make_the_same_run_as_one_process(two_ranks, name):
-    check_same_run(two_ranks[1][f"{name} shuffled"], two_ranks[2][f"{name} shuffled"], 2)
+@pytest.mark.parametrize("run", QUICK + OUT_OF_MEMORY)
+def test_two_ranks_make_the_same_run_as_one_process(two_ranks, run):
+    compare(two_ranks, run, "shuffled", 2)
 
 
-@pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_a_rank_without_memory_in_a_block_makes_all_ranks_repeat_with_half(two_ranks, stage):
+@pytest.mark.parametrize("run", OUT_OF_MEMORY)
+def test_a_rank_without_memory_in_a_block_makes_all_ranks_repeat_with_half(two_ranks, run):
     """The other rank waits in a collective of the next block when it happens."""
-    name = f"oom {stage} shuffled"
-    assert two_ranks[1][name]["rows_per_pass"] == [2, 2, 2]
-    assert two_ranks[2][name]["rows_per_pass"] == [1, 1, 1]
+    assert two_ranks[1][f"{run.split('/')[0]} shuffled"]["rows_per_pass"] == [2, 2, 2]
+    assert two_ranks[2][f"{run} shuffled"]["rows_per_pass"] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("run", ["idle/whole", "idle/blocks"])
+def test_ranks_may_run_the_policy_unequally_often_and_its_blocks_in_another_order(two_ranks, run):
+    check_uneven(two_ranks, f"{run} shuffled", 2)
+
+
+def check_uneven(outcomes, run, ranks):
+    (expected,) = outcomes[1][f"{run.split('/')[0]} shuffled"]["uneven"]
+    outputs = outcomes[ranks][run]["uneven"]
+    assert len(outputs) == ranks * (ranks - 1)
+    for output in outputs:
+        assert_close(output, expected, rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
 def many_ranks(tmp_path_factory):
-    return run_steps(tmp_path_factory.mktemp("many"), WORKLOADS, ["whole", "spread", "shuffled"], (1, 2, 3, 4))
+    runs = [f"{name}/{rollout}" for name in WORKLOADS for rollout in ("whole", "blocks")]
+    return run_steps(tmp_path_factory.mktemp("many"), runs, ["whole", "spread", "shuffled"], (1, 2, 3, 4))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("placement", ["whole", "spread", "shuffled"])
+@pytest.mark.parametrize("rollout", ["whole", "blocks"])
 @pytest.mark.parametrize("name", WORKLOADS)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_any_number_of_ranks_makes_the_same_run_wherever_members_are(many_ranks, ranks, name, placement):
-    check_same_run(many_ranks[1][f"{name} {placement}"], many_ranks[ranks][f"{name} {placement}"], ranks)
+def test_any_number_of_ranks_makes_the_same_run_wherever_members_are(many_ranks, ranks, name, rollout, placement):
+    compare(many_ranks, f"{name}/{rollout}", placement, ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_ranks_may_run_the_policy_unequally_often(many_ranks, ranks):
+    check_uneven(many_ranks, "idle/blocks shuffled", ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_adapters_the_plain_forward_and_a_ratio_per_rollout_are_the_same_run_sharded(tmp_path):
-    outcomes = run_steps(tmp_path, VARIANTS, ["shuffled"], (1, 2))
-    for name in VARIANTS:
-        check_same_run(outcomes[1][f"{name} shuffled"], outcomes[2][f"{name} shuffled"], 2)
+def test_adapters_checkpoints_the_plain_forward_and_a_ratio_per_rollout_are_the_same_run_sharded(tmp_path):
+    runs = [f"{name}/{rollout}" for name in VARIANTS for rollout in ("whole", "blocks")]
+    outcomes = run_steps(tmp_path, runs, ["shuffled"], (1, 2))
+    for run in runs:
+        compare(outcomes, run, "shuffled", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_bfloat16_policy_differs_by_its_rounding_alone(tmp_path):
+    """Sharded, weights are rounded before the norms and the residual stream, too."""
+    outcomes = run_steps(tmp_path, ["chat bfloat16/whole", "chat bfloat16/blocks"], ["shuffled"], (1, 2))
+    alone, whole = outcomes[1]["chat bfloat16 shuffled"], outcomes[2]["chat bfloat16/whole shuffled"]
+    blocks = outcomes[2]["chat bfloat16/blocks shuffled"]
+    assert whole["weights"].dtype == torch.float32
+    assert blocks["decisions"] == whole["decisions"] == alone["decisions"]
+    assert torch.equal(blocks["gradient"], whole["gradient"])
+    assert torch.equal(blocks["weights"], whole["weights"])
+    assert (whole["gradient"] - alone["gradient"]).norm() < 0.02 * alone["gradient"].norm()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_copy_on_each_node_is_the_same_run(tmp_path):
+    outcomes = run_steps(tmp_path, ["nodes/whole", "nodes/blocks"], ["shuffled"], (1, 4))
+    for run in ("nodes/whole", "nodes/blocks"):
+        compare(outcomes, run, "shuffled", 4, copies=2)
+        check_uneven(outcomes, f"{run} shuffled", 4)

@@ -63,7 +63,7 @@ def measure_peaks(dtype: torch.dtype) -> dict[str, int]:
     model = sharded_llama(dtype)
     forward(model)  # the first call sets up what stays
     peaks = {}
-    for name, stage in (("gathered", gather_all), ("blocks", forward), ("one pass", backward), ("pass", backward)):
+    for name, stage in (("whole", gather_all), ("blocks", forward), ("one pass", backward), ("pass", backward)):
         reshard(model)
         peaks[name] = peak_allocated(lambda stage=stage: stage(model))
     model.zero_grad()

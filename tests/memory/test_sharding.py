@@ -63,8 +63,8 @@ def test_an_8b_model_fits_eight_cards_only_sharded():
     assert not make_plan(chat(QWEN_8B), spec_on(8, shard=False), 80 * GIB).fits
     plan = make_plan(chat(QWEN_8B), spec_on(8), 80 * GIB)
     assert all(setting.fits for setting in plan.settings.values())
-    assert plan.current.spec.sharding == Sharding(8, rollout="gathered")
-    assert plan.to_dict()["settings"]["current"]["sharding"]["rollout"] == "gathered"
+    assert plan.current.spec.sharding == Sharding(8, rollout="whole")
+    assert plan.to_dict()["settings"]["current"]["sharding"]["rollout"] == "whole"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_over_a_node_more_nodes_hold_more_copies():
 
 def test_the_rollout_is_gathered_where_it_fits_and_goes_block_by_block_where_not():
     chosen = {gib: evaluate_setting(chat(QWEN_8B), spec_on(8), gib * GIB).spec.sharding for gib in (80, 40, 32)}
-    assert {gib: sharding.rollout for gib, sharding in chosen.items()} == {80: "gathered", 40: "gathered", 32: "blocks"}
+    assert {gib: sharding.rollout for gib, sharding in chosen.items()} == {80: "whole", 40: "whole", 32: "blocks"}
 
 
 @given(st.sampled_from([1, 2, 4, 8]), st.integers(20, 400))
@@ -111,7 +111,7 @@ def test_auto_shards_exactly_where_a_replica_does_not_fit(ranks, gib):
     assert needs_sharding(model, spec_on(ranks), gib * GIB) == needs_sharding(model, spec, gib * GIB)
 
 
-@given(st.sampled_from([None, 16]), st.sampled_from(["gathered", "blocks"]), st.booleans(), st.booleans())
+@given(st.sampled_from([None, 16]), st.sampled_from(["whole", "blocks"]), st.booleans(), st.booleans())
 def test_more_ranks_never_need_more_on_each(lora_rank, rollout, kl, ema):
     model = chat(QWEN_8B, lora_rank=lora_rank, reference_copies=int(kl))
     specs = [replace(spec_on(ranks, rollout=rollout), has_ema=ema) for ranks in (2, 4, 8, 16)]
@@ -148,12 +148,12 @@ def _planned_peaks(ranks, dtype):
 
     def gathered(mode):
         parts = predict(ranks, rollout=mode).rollout
-        return held + parts[ROLLOUT_COPY if mode == "gathered" else GATHERED_BLOCKS]
+        return held + parts[ROLLOUT_COPY if mode == "whole" else GATHERED_BLOCKS]
 
     cut = predict(ranks, exchange="pass").update
     held = cut["weights"] + cut["optimizer"]
     peaks = {
-        "gathered": gathered("gathered"),
+        "whole": gathered("whole"),
         "blocks": gathered("blocks"),
         "one pass": sum(predict(ranks // 2).update.values()),
         "pass": sum(cut.values()) - cut["gradients"],  # of the pass before, held when the measurement begins

@@ -18,7 +18,7 @@ from groupwise.workloads.flow.tasks.pipelines import ImageConfig, PipelineConfig
 from tiny.flux import save_tiny_flux
 from tiny.qwen_image import save_tiny_qwen_image
 from tiny.sd3 import save_tiny_sd3
-from tiny.wan import LORA, save_tiny_wan, save_tiny_wan_i2v, tiny_wan_transformer
+from tiny.wan import LORA, save_tiny_wan, save_tiny_wan_i2v, tiny_i2v_transformer, tiny_wan_transformer
 
 STEPS = 3
 PIPELINES: dict[str, Callable[..., Path]] = {
@@ -34,14 +34,16 @@ PIPELINES: dict[str, Callable[..., Path]] = {
         boundary_ratio=0.875,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=12.0),
     ),
-    "wan-2.2-5b": lambda folder: save_tiny_wan(folder, expand_timesteps=True),
-    "wan-2.1-i2v": save_tiny_wan_i2v,
-    "wan-2.2-i2v": lambda folder: save_tiny_wan_i2v(
+    "wan-2.2-5b": lambda folder, **sizes: save_tiny_wan(
+        folder, transformer=tiny_wan_transformer(**sizes), expand_timesteps=True
+    ),
+    "wan-2.1-i2v": lambda folder, **sizes: save_tiny_wan_i2v(folder, transformer=tiny_i2v_transformer(**sizes)),
+    "wan-2.2-i2v": lambda folder, **sizes: save_tiny_wan_i2v(
         folder,
         image_encoder=None,
         image_processor=None,
-        transformer=tiny_wan_transformer(in_channels=36),
-        transformer_2=tiny_wan_transformer(in_channels=36),
+        transformer=tiny_wan_transformer(in_channels=36, **sizes),
+        transformer_2=tiny_wan_transformer(in_channels=36, **sizes),
         boundary_ratio=0.9,
     ),
 }

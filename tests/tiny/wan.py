@@ -52,6 +52,12 @@ def tiny_wan_transformer(**changes: Any) -> WanTransformer3DModel:
     return WanTransformer3DModel(**{"patch_size": (1, 2, 2), **sizes, **changes})
 
 
+def tiny_i2v_transformer(**changes: Any) -> WanTransformer3DModel:
+    """For clips from an image, with the CLIP embedding of Wan 2.1: keys and values of the image are as wide as the rest."""
+    width = changes.get("num_attention_heads", 2) * changes.get("attention_head_dim", 12)
+    return tiny_wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=width, **changes)
+
+
 def tiny_wan_parts() -> dict[str, Any]:
     """All but the transformers: latents of 16 channels, a quarter of the frames (and one), an eighth of the size."""
     return {
@@ -80,11 +86,10 @@ def save_tiny_wan_i2v(folder: Path, **changes: Any) -> Path:
     vision = CLIPVisionConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=16, patch_size=8
     )
-    transformer = tiny_wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=24, pos_embed_seq_len=None)
     clip = {
         "image_encoder": CLIPVisionModel(vision),
         "image_processor": CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=16),
-        "transformer": transformer,
+        "transformer": tiny_i2v_transformer(),
     }
     WanImageToVideoPipeline(**{**tiny_wan_parts(), **clip, **changes}).save_pretrained(folder)
     return folder

@@ -16,7 +16,7 @@ from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.core.units import format_bytes, parse_bytes
 from groupwise.memory.architecture import read_architecture
 from groupwise.memory.plan import MemoryModel, MemoryPlan, describe_fewest_ranks, make_plan, needs_sharding
-from groupwise.memory.sharding import Sharding, ranks_per_copy
+from groupwise.memory.sharding import RolloutMode, Sharding, ranks_per_copy
 from groupwise.memory.stages import StepSpec
 from groupwise.recipes import RECIPE_NAMING_HELP, RECIPES, load_recipe
 from groupwise.training.config import Config
@@ -91,6 +91,8 @@ class ModelArguments(PlanOptions):
     """full: weights, gradients and moments are cut over the ranks. auto: only where a whole copy does not fit."""
     shard_over: Literal["all", "node"] = "all"
     """Ranks that hold a whole copy together: all, or those of each node (then a copy on each node)."""
+    shard_rollout: RolloutMode = "auto"
+    """Weights in rollouts. whole: all are gathered first. blocks: each while it runs. auto: whole where that fits."""
     shard_exchange: Literal["pass", "update"] = "pass"
     """When gradients are summed over the ranks: after each pass, or once per update, which holds all of them until
     then."""
@@ -179,7 +181,8 @@ def _shard_as_asked(options: RecipeArguments | ModelArguments, model: MemoryMode
     if settings.shard == "none" or (settings.shard == "auto" and not needs_sharding(model, spec, options.device_bytes)):
         return spec
     shared_by = ranks_per_copy(options.ranks, over=settings.shard_over, ranks_per_node=options.ranks_per_node)
-    return replace(spec, sharding=Sharding(shared_by, settings.shard_over, exchange=settings.shard_exchange))
+    sharding = Sharding(shared_by, settings.shard_over, settings.shard_rollout, settings.shard_exchange)
+    return replace(spec, sharding=sharding)
 
 
 def _trace_and_probe(config: Config | None, spec: StepSpec, options: PlanOptions, as_json: bool) -> dict[str, Any]:

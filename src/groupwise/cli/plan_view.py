@@ -148,7 +148,7 @@ def _modes(settings: Sequence[PlannedSetting]) -> dict[str, list[str]]:
     shardings = [setting.spec.sharding for setting in settings if setting.spec.sharding is not None]
     if not shardings:
         return {}
-    rollout = {"gathered": "all gathered", "blocks": "block by block (not in training yet)"}
+    rollout = {"whole": "all gathered", "blocks": "block by block"}
     return {
         "weights in rollout": [rollout[sharding.rollout] for sharding in shardings],
         "gradients exchanged": [f"after each {sharding.exchange}" for sharding in shardings],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import sys
 import traceback
@@ -98,8 +99,19 @@ class Comm:
 
     def proceed(self) -> None:
         """Before a collective within `fail_together`: raise if a rank has failed and will not take part."""
-        if self.any(False):
+        self.least_request(None)
+
+    def least_request(self, number: int | None) -> int | None:
+        """The least number that a rank asks for; None where none asks. Raises as `proceed` does."""
+        failed, least = self._failed_or_least(failed=False, request=number)
+        if failed:
             raise PeerFailure
+        return least
+
+    def _failed_or_least(self, *, failed: bool, request: int | None) -> tuple[bool, int | None]:
+        """Whether a rank has failed, and the least request, in one all-reduce: ranks that fail meet ranks that ask."""
+        any_failed, negative = self.max(float(failed), -math.inf if request is None else -float(request))
+        return any_failed > 0, None if negative == -math.inf else int(-negative)
 
     def _collect_failures(self, error: Exception | None, what: str) -> list[_RankFailure]:
         """The failures of all ranks, in order of rank: the same list everywhere."""
@@ -111,7 +123,8 @@ class Comm:
             own = [_RankFailure(self.rank, _error_message(error, what), is_out_of_memory(error))]
             if own[0].out_of_memory:
                 _release_frames(error)
-        return self.gather_objects(own) if self.any(bool(own)) else []
+        any_failed, _ = self._failed_or_least(failed=bool(own), request=None)
+        return self.gather_objects(own) if any_failed else []
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank."""

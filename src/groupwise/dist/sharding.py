@@ -1,8 +1,8 @@
 """Sharded weights, gradients and moments, with torch's FSDP2 (`fully_shard`).
 
 Each rank holds a part of each tensor. A block's weights are gathered when it runs and freed after it, and its gradient
-is summed into the rank that holds the part. For rollouts all blocks are gathered first, so that ranks may decode
-different numbers of tokens. All functions do nothing for a policy that is not sharded.
+is summed into the rank that holds the part. In rollouts ranks may decode different numbers of tokens: all blocks are
+gathered first, or each when a rank asks for it. All functions do nothing for a policy that is not sharded.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +32,10 @@ _CALL = "call_as_forward"
 """The method of a sharded module that FSDP gathers its weights for, besides `forward`."""
 
 _WHOLE = "weights_are_whole"
-"""The attribute of a sharded module that says whether `gathered` has its weights."""
+"""The attribute of a sharded module that says whether `rollout_weights` has gathered its weights."""
+
+_BLOCK_GATHERS = "block_gathers"
+"""The attribute of a sharded policy whose rollouts gather block by block."""
 
 
 def shard(
@@ -39,37 +44,41 @@ def shard(
     comm: Comm,
     *,
     frozen: Iterable[tuple[nn.Module, Sequence[nn.Module]]] = (),
+    rollout: Literal["whole", "blocks"] = "whole",
     ranks_per_shard: int | None = None,
     compute_dtype: torch.dtype | None = None,
 ) -> None:
     """Shard the policy in place, block by block; the rest of its weights are gathered together.
 
-    `frozen`: models without gradients that are sharded too, each with its blocks. `ranks_per_shard`: so many ranks hold
-    a whole copy together (those of a node), and gradients are summed between the copies. `compute_dtype`: weights are
-    gathered in it and kept, like gradients and moments, in their own.
+    `frozen`: models without gradients that are sharded too, each with its blocks. `rollout`: see `rollout_weights`.
+    `ranks_per_shard`: so many ranks hold a whole copy together (those of a node), and gradients are summed between the
+    copies. `compute_dtype`: weights are gathered in it and kept, like gradients and moments, in their own.
     """
     _refuse_scalars(policy)
     _refuse_different_weights(policy, comm)
     mesh = _mesh(comm, ranks_per_shard or comm.ranks)
     # Its gradient hooks are on the scores, outputs of the outermost call, which nobody changes in place.
     warnings.filterwarnings("ignore", f"FSDP2-wrapped module .FSDP{type(policy).__name__}. returned a view")
+    gathers = _BlockGathers(comm)
     for model, parts in ((policy, blocks), *frozen):
         mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=_gradient_dtype(model))
         for module in (*parts, model):
             fully_shard(module, mesh=mesh, mp_policy=mixed)
         for sharded in _sharded_modules(model):
-            _configure(sharded, comm)
+            _configure(sharded, comm, gathers)
         call_block(model, lambda: None)  # FSDP takes the module that runs first for the root
         _set_reshard_after_forward(model, keep_root=model is policy)
         reshard(model)
+    if rollout == "blocks":
+        setattr(policy, _BLOCK_GATHERS, gathers)
 
 
-def _configure(module: Any, comm: Comm) -> None:
+def _configure(module: Any, comm: Comm, gathers: _BlockGathers) -> None:
     """Sums in place of means, on each module: set on the model alone, gradients would be wrong."""
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_reduce_scatter_unused_params(True, recurse=False)
-    module.set_custom_all_gather(_AgreedAllGather(comm))
+    module.set_custom_all_gather(_AgreedAllGather(gathers, gathers.add(module)))
     module.set_custom_reduce_scatter(_AgreedReduceScatter(comm))
     setattr(module, _WHOLE, False)
     setattr(module, _CALL, _call)
@@ -106,24 +115,35 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
+def rollout_mode(model: nn.Module) -> Literal["whole", "blocks"]:
+    """How `rollout_weights` gathers a sharded policy."""
+    return "blocks" if hasattr(model, _BLOCK_GATHERS) else "whole"
+
+
 @contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Within it all weights are whole, so that nothing is sent; each rank may run the model as often as it likes."""
-    modules = _sharded_modules(model)
-    if not modules:
-        yield
-        return
+def rollout_weights(model: nn.Module) -> Iterator[None]:
+    """Within it each rank may run the model without gradients as often as it likes, or not at all.
+
+    whole: all weights are gathered first, and nothing is sent. blocks: each block when it runs; a rank that leaves
+    takes part in what others gather until all leave.
+    """
+    modules, gathers = _sharded_modules(model), getattr(model, _BLOCK_GATHERS, None)
+    whole = modules if gathers is None else modules[:1]  # the root's weights are used outside of any forward, too
     try:
-        for module in modules:
+        for module in whole:
             module.set_reshard_after_forward(False, recurse=False)
             module.unshard()
             setattr(module, _WHOLE, True)
-        yield
+        if gathers is None:
+            yield
+        else:
+            with gathers.on_request(modules[1:]):
+                yield
     except BaseException:
         _reset(model)
         raise
     finally:
-        for module in modules:
+        for module in whole:
             setattr(module, _WHOLE, False)
         reshard(model)
         _set_reshard_after_forward(model, keep_root=True)
@@ -151,8 +171,10 @@ def call_block(module: nn.Module, function: Callable[P, T], *args: P.args, **kwa
     """Call a function that uses the module's weights, as if it were the module's forward."""
     if not isinstance(module, FSDPModule) or getattr(module, _WHOLE):
         return function(*args, **kwargs)
-    result: T = getattr(module, _CALL)(function, *args, **kwargs)
-    return result
+    call: Callable[..., T] = getattr(module, _CALL)
+    if not torch.is_grad_enabled():  # nothing to hook, and FSDP would copy arguments that a rollout writes its KV into
+        return call(partial(function, *args, **kwargs))
+    return call(function, *args, **kwargs)
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -224,7 +246,7 @@ def _reset(model: nn.Module) -> None:
     if isinstance(model, FSDPModule):
         model.reset_iter_state()
     for module in _sharded_modules(model):
-        for group in module._get_fsdp_state()._fsdp_param_groups:
+        for group in _param_groups(module):
             for weight in group.fsdp_params:
                 weight.unsharded_accumulated_grad = None
                 if hasattr(weight, "_unsharded_param"):
@@ -274,24 +296,99 @@ def _refuse_different_weights(policy: nn.Module, comm: Comm) -> None:
         )
 
 
-class _Allocates:
-    def __init__(self, comm: Comm):
-        self._comm = comm
+class _BlockGathers:
+    """Which block is gathered next where each rank may ask for another one, or for none.
 
+    The least number that a rank asks for is gathered, by all ranks. So one that is behind catches up with the others,
+    and from then on they gather for all of them at once.
+    """
+
+    def __init__(self, comm: Comm):
+        self._comm, self._modules = comm, list[Any]()
+        self._on_request = self._has_gathered = False
+
+    def add(self, module: Any) -> int:
+        """The number of this module."""
+        self._modules.append(module)
+        return len(self._modules) - 1
+
+    @contextmanager
+    def on_request(self, blocks: Sequence[Any]) -> Iterator[None]:
+        """Within it blocks are gathered on request, and each asks for the next one before it computes."""
+        self._gather_each_once(blocks)
+        self._on_request = True
+        try:
+            for block, following in pairwise(blocks):
+                block.set_modules_to_forward_prefetch([following])
+            yield
+            while (asked := self._comm.least_request(None)) is not None:
+                self._take_part(asked)
+            _finish_prefetches(blocks)
+        finally:
+            self._on_request = False
+            for block in blocks:
+                block.set_modules_to_forward_prefetch([])
+
+    def _gather_each_once(self, blocks: Sequence[Any]) -> None:
+        """The first time makes tensors that stay, and that could not be trained if a rollout's inference mode made them."""
+        for block in [] if self._has_gathered else blocks:
+            block.unshard()
+            block.reshard()
+        self._has_gathered = True
+
+    def wait_for_turn(self, number: int) -> None:
+        """Return when all ranks are about to gather this module; raise where one has failed."""
+        if not self._on_request:
+            self._comm.proceed()
+            return
+        while (asked := self._comm.least_request(number)) != number:
+            assert asked is not None, "this rank asks"
+            self._take_part(asked)
+
+    @torch.no_grad()
+    def _take_part(self, number: int) -> None:
+        """Send this rank's part to those who need it; here the block may be whole already, and nothing changes."""
+        for group in _param_groups(self._modules[number]):
+            weights = [(weight._sharded_param_data, weight.param_dtype) for weight in group.fsdp_params]
+            parts = [part.to(dtype or part.dtype) for part, dtype in weights]
+            if len({part.dtype for part in parts}) > 1:
+                parts = [part.view(torch.uint8) for part in parts]
+            part, ranks = torch.cat(parts), group._all_gather_process_group
+            dist.all_gather_single(part.new_empty(ranks.size() * len(part)), part, group=ranks)
+
+
+def _finish_prefetches(blocks: Iterable[Any]) -> None:
+    """A block that was asked for and did not run would else be taken for gathered when its weights have changed."""
+    for group in (group for block in blocks for group in _param_groups(block)):
+        group.wait_for_unshard()
+
+
+def _param_groups(module: Any) -> list[Any]:
+    groups: list[Any] = module._get_fsdp_state()._fsdp_param_groups
+    return groups
+
+
+class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _AgreedAllGather(_Allocates):
-    """An all-gather that no rank enters when another one has failed: see `Comm.proceed`."""
+    """An all-gather that all ranks enter together, and none when another one has failed: see `_BlockGathers`."""
+
+    def __init__(self, gathers: _BlockGathers, number: int):
+        self._gathers, self._number = gathers, number
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self._comm.proceed()
+        self._gathers.wait_for_turn(self._number)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
 class _AgreedReduceScatter(_Allocates):
     """A sum of gradients that no rank enters when another one has failed."""
+
+    def __init__(self, comm: Comm):
+        self._comm = comm
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         self._comm.proceed()

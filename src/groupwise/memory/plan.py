@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from groupwise.core.errors import UserError
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, StepShape, even_pass_sizes, nearest_fitting
 from groupwise.core.units import format_bytes
-from groupwise.memory.sharding import RolloutMode, Sharding
+from groupwise.memory.sharding import Sharding
 from groupwise.memory.stages import StageBytes, StepSpec
 
 RECOMMENDED, AGGRESSIVE = 0.60, 0.85
@@ -182,11 +182,11 @@ def check_weights_fit(model: MemoryModel, spec: StepSpec, device_bytes: int) -> 
 
 
 def evaluate_setting(model: MemoryModel, spec: StepSpec, device_bytes: int, share: float = 1.0) -> PlannedSetting:
-    """What a setting takes. Where it is sharded, all weights are gathered for the rollout if that fits a share of the
-    device, and else block by block.
+    """What a setting takes. Sharded, and with the rollout's mode auto, all weights are gathered for the rollout if that
+    fits a share of the device, and else block by block.
     """
-    for mode in _rollout_modes(spec.sharding):
-        spec = replace(spec, sharding=spec.sharding and replace(spec.sharding, rollout=mode))
+    for sharding in _with_rollout_mode(spec.sharding):
+        spec = replace(spec, sharding=sharding)
         stages = model.predict(spec).with_margin()
         if sum(stages.rollout.values()) <= share * device_bytes:
             break
@@ -290,9 +290,11 @@ def _max_rows_within(model: MemoryModel, spec: StepSpec, device_bytes: int, shar
     return None
 
 
-def _rollout_modes(sharding: Sharding | None) -> Sequence[RolloutMode]:
+def _with_rollout_mode(sharding: Sharding | None) -> Sequence[Sharding | None]:
     """In order of preference: what is gathered once needs no more traffic in a rollout, but more memory."""
-    return ("gathered",) if sharding is None else ("gathered", "blocks")
+    if sharding is None or sharding.rollout != "auto":
+        return [sharding]
+    return [replace(sharding, rollout="whole"), replace(sharding, rollout="blocks")]
 
 
 def _sharding_to_dict(sharding: Sharding | None) -> dict[str, object] | None:

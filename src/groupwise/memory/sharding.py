@@ -11,7 +11,7 @@ from typing import Literal
 
 from groupwise.core.errors import UserError
 
-RolloutMode = Literal["gathered", "blocks"]
+RolloutMode = Literal["auto", "whole", "blocks"]
 ExchangeMode = Literal["pass", "update"]
 GATHERED_BLOCKS = "gathered blocks"
 ROLLOUT_COPY = "rollout's copy of the weights"
@@ -25,8 +25,9 @@ class Sharding:
     ranks: int
     """Ranks that hold one copy together: all, or those of one node."""
     over: Literal["all", "node"] = "all"
-    rollout: RolloutMode = "gathered"
-    """gathered: all weights at once, so that ranks decode without waiting for each other. blocks: one at a time."""
+    rollout: RolloutMode = "auto"
+    """whole: all weights at once, so that ranks decode without waiting for each other. blocks: one at a time. auto:
+    whole where that fits; `evaluate_setting` decides."""
     exchange: ExchangeMode = "pass"
     """As Config.shard_exchange: update sums the gradients of all passes uncut on each rank and exchanges them once."""
 
@@ -68,7 +69,7 @@ class ShardUnits:
         block, while the buffers of this block and of the one before are not yet freed.
         """
         blocks = 3 * self.block.total + self.root.total
-        return self.compute_bytes * (self.all_params + self.block.total if mode == "gathered" else blocks)
+        return self.compute_bytes * (blocks if mode == "blocks" else self.all_params + self.block.total)
 
     def at_root(self) -> dict[str, int]:
         """Between the forward and the backward pass: the root, and the buffer of a block."""

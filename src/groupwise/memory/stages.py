@@ -101,7 +101,7 @@ class WeightBytes:
                 peak_of_update(persistent, candidates, temporaries, one_pass=update.one_backward),
             )
         units = self._units
-        name = ROLLOUT_COPY if sharding.rollout == "gathered" else GATHERED_BLOCKS
+        name = GATHERED_BLOCKS if sharding.rollout == "blocks" else ROLLOUT_COPY
         gathered = {name: units.rollout_bytes(sharding.rollout)}
         step = {"gradients": persistent["gradients"], "optimizer temporaries": temporaries}
         candidates = [*self._sharded_peaks(units, sharding, persistent["gradients"], update), step]

@@ -140,6 +140,7 @@ class TracedStep:
     held: tuple[Tensor, ...] = ()
     """Tensors besides the policy's: a frozen model, a reference, latents."""
     held_in_rollout: tuple[Tensor, ...] = ()
+    held_in_update: tuple[Tensor, ...] = ()
     warm_up: Callable[[], object] | None = None
     """Fills the caches that an update finds filled by its rollouts."""
 
@@ -175,7 +176,7 @@ def trace_update(step: TracedStep, spec: StepSpec) -> int:
             step.warm_up()
     optimizer = torch.optim.AdamW(step.trained, fused=spec.fused_optimizer, foreach=not spec.fused_optimizer)
     with LiveByteCounter() as live:
-        live.include(*step.policy.parameters(), *step.policy.buffers(), *step.held)
+        live.include(*step.policy.parameters(), *step.policy.buffers(), *step.held, *step.held_in_update)
         for weight in step.trained:
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
             optimizer.state[weight] = {"step": torch.tensor(1.0), **moments}

@@ -16,6 +16,7 @@ from groupwise.core.config import AdvantageConfig, LossConfig, RewardConfig
 from groupwise.core.errors import UserError, require, require_types
 from groupwise.core.io.json_types import has_type
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, UNKNOWN_DATASET_SIZE, StepShape
+from groupwise.memory.sharding import RolloutMode
 from groupwise.memory.stages import StepSpec
 from groupwise.workloads.base import WorkloadConfig
 
@@ -136,6 +137,9 @@ class Config:
     none: each rank holds all. auto: full where the memory plan says that all do not fit."""
     shard_over: Literal["all", "node"] = "all"
     """Ranks that hold a whole copy together: all, or those of each node (then a copy on each node)."""
+    shard_rollout: RolloutMode = "auto"
+    """Weights of sharded rollouts. whole: all are gathered first, and ranks decode without waiting for each other.
+    blocks: a block while it runs, for a policy whose weights exceed a device. auto: as the memory plan fits."""
     shard_exchange: Literal["pass", "update"] = "pass"
     """When sharded gradients are summed over the ranks: after each pass, or once per update, which holds the whole
     gradient on each rank until then."""
@@ -187,7 +191,7 @@ MEMORY_SETTINGS = (
     "workload.eval_rows",
 )
 """Fields that limit how many rows or tokens are processed at once. They change no result."""
-SHARD_SETTINGS = ("shard", "shard_over", "shard_exchange")
+SHARD_SETTINGS = ("shard", "shard_over", "shard_rollout", "shard_exchange")
 """Fields that decide where the numbers of a policy are held. They change no result but by rounding."""
 MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_SETTINGS, *SHARD_SETTINGS)
 """Fields that may differ from the checkpoint's. Of these only `steps` can change the result, where the learning rate or

@@ -11,7 +11,7 @@ import torch
 
 from groupwise.core.errors import UserError
 from groupwise.dist.comm import connect
-from groupwise.dist.sharding import gathered
+from groupwise.dist.sharding import rollout_weights
 from groupwise.training.config import Config
 from groupwise.training.run_folder.checkpoint import check_same_files, newest_valid_checkpoint, read_metadata, restore
 from groupwise.training.run_folder.folder import RunFolder
@@ -86,5 +86,5 @@ def _evaluation_mode(setup: Setup, what: str) -> Iterator[None]:
     """Without gradients, on the EMA weights where there are any; an error on one rank is raised on all."""
     ema, policy = setup.state.ema, setup.state.policy
     averaged = ema.swapped_in(policy) if ema else nullcontext()
-    with setup.comm.fail_together(what), averaged, torch.no_grad(), gathered(policy):
+    with setup.comm.fail_together(what), averaged, torch.no_grad(), rollout_weights(policy):
         yield

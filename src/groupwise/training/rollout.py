@@ -20,7 +20,7 @@ from groupwise.core.randomness import random_bits
 from groupwise.core.reward import Rewards, too_many_missing
 from groupwise.core.types import Advantages, RewardTerms, Rollouts, concatenate_rollouts
 from groupwise.dist.comm import Comm
-from groupwise.dist.sharding import gathered
+from groupwise.dist.sharding import rollout_weights
 from groupwise.training.config import Config
 from groupwise.training.setup import Setup
 from groupwise.workloads.base import Workload
@@ -43,7 +43,7 @@ def generate_rollouts(setup: Setup, placement: Placement) -> Rollouts:
     comm, workload = setup.comm, setup.workload
     torch.manual_seed(int(random_bits(placement.seed, placement.step)))
     rows = replace(placement.rows_of(comm.rank), rows_per_pass=setup.state.row_limits["rows_per_pass"])
-    with comm.fail_together(f"rollout() of {type(workload).__name__}"), gathered(workload.policy):
+    with comm.fail_together(f"rollout() of {type(workload).__name__}"), rollout_weights(workload.policy):
         with setup.work.measure("rollout"):
             rollouts = workload.rollout(rows)
         check_rollouts(rollouts, len(rows))
@@ -85,7 +85,7 @@ def compute_rewards(setup: Setup, rollouts: Rollouts) -> RewardTerms:
     """The reward terms of all ranks."""
     comm, workload = setup.comm, setup.workload
     working = setup.work.measure("reward")
-    with comm.fail_together(f"rewards() of {type(workload).__name__}"), gathered(workload.policy), working:
+    with comm.fail_together(f"rewards() of {type(workload).__name__}"), rollout_weights(workload.policy), working:
         terms = rewards_in_groups(workload, rollouts, setup.state.row_limits.get("reward_rows"))
     failures: dict[str, str] = {}
     if comm.any(bool(terms.failures)):

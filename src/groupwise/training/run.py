@@ -34,7 +34,7 @@ from groupwise.training.run_folder.checkpoint import (
     write_checkpoint,
 )
 from groupwise.training.run_folder.folder import METRICS, RunFolder, reward_of
-from groupwise.training.setup import Setup, ignore_warning, set_up
+from groupwise.training.setup import Setup, describe_sharding, ignore_warning, set_up
 
 _SAME_REQUEST_S = 5.0
 
@@ -89,6 +89,7 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
             folder.lock(resume=config.run.resume)
     try:
         with display, stop_with_launcher():
+            _show_sharding(setup, display)
             _resume(setup, folder, display)
             _preflight(setup, display)
             interrupted = _train(setup, folder, display)
@@ -101,7 +102,14 @@ def check(config: Config) -> tuple[list[Check], bool]:
     """Preflight alone, nothing written; and whether this is the rank that prints."""
     display = ProgressDisplay(config, silent=not connect(config.run.device).is_main)
     setup = set_up(config, warn=display.warn)
+    _show_sharding(setup, display)
     return preflight(setup), setup.comm.is_main
+
+
+def _show_sharding(setup: Setup, display: ProgressDisplay) -> None:
+    text = describe_sharding(setup)
+    if text:
+        display.print(text)
 
 
 def run_dir(config: Config) -> Path:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.process import configure_process
-from groupwise.dist.sharding import blocks_of, is_sharded, ranks_per_node, shard
+from groupwise.dist.sharding import blocks_of, is_sharded, ranks_per_node, rollout_mode, shard
 from groupwise.dist.trackers import check_installed
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.memory.monitor import Monitor
-from groupwise.memory.plan import MemoryModel, needs_sharding
+from groupwise.memory.plan import MemoryModel, evaluate_setting, needs_sharding
 from groupwise.memory.recovery import GENERAL_ADVICE, LIMIT_NAMES, Recovery
 from groupwise.memory.sharding import Sharding
 from groupwise.memory.stages import StepSpec
@@ -108,12 +109,14 @@ def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
             " to gather one at a time: there is no list of layers (nn.ModuleList) in it. Define shard_blocks() in the"
             " workload, or train without --shard."
         )
+    sharding = _sharding(config, comm)
     shard(
         workload.policy,
         blocks,
         comm,
         frozen=workload.frozen_models(),
-        ranks_per_shard=ranks_per_node(comm) if config.shard_over == "node" else None,
+        rollout=_rollout_mode(config, comm, sharding),
+        ranks_per_shard=sharding.ranks,
         compute_dtype=workload.shard_dtype(),
     )
 
@@ -123,8 +126,38 @@ def _fits_unsharded(config: Config, comm: Comm) -> bool:
     model = known_memory(config.workload)
     if model is None or comm.ranks == 1:
         return True
-    smallest_device = -comm.max(-float(device_bytes(comm.device)))[0]  # so that all ranks decide alike
-    return not needs_sharding(model, config.step_spec(ranks=comm.ranks), int(smallest_device))
+    return not needs_sharding(model, config.step_spec(ranks=comm.ranks), _smallest_device(comm))
+
+
+def _sharding(config: Config, comm: Comm) -> Sharding:
+    shared_by = ranks_per_node(comm) if config.shard_over == "node" else comm.ranks
+    return Sharding(shared_by, config.shard_over, config.shard_rollout, config.shard_exchange)
+
+
+def _rollout_mode(config: Config, comm: Comm, sharding: Sharding) -> Literal["whole", "blocks"]:
+    """As set; with auto by the memory plan, and whole where there is none."""
+    model = known_memory(config.workload)
+    if model is not None:
+        spec = replace(config.step_spec(ranks=comm.ranks), sharding=sharding)
+        sharding = evaluate_setting(model, spec, _smallest_device(comm)).spec.sharding or sharding
+    return "blocks" if sharding.rollout == "blocks" else "whole"
+
+
+def describe_sharding(setup: Setup) -> str:
+    """How the policy is sharded, for a person who starts a run; empty where it is not."""
+    config, policy = setup.config, setup.workload.policy
+    if not is_sharded(policy):
+        return ""
+    mode = rollout_mode(policy)
+    gathers = {"whole": "gather all weights first", "blocks": "gather block by block"}[mode]
+    known = "the memory plan" if known_memory(config.workload) else "default, without a memory plan"
+    decided = known if config.shard_rollout == "auto" else f"--shard-rollout {mode}"
+    return f"Sharded over {_sharding(config, setup.comm).ranks} ranks; rollouts {gathers} ({decided})."
+
+
+def _smallest_device(comm: Comm) -> int:
+    """Bytes; so that all ranks decide alike."""
+    return int(-comm.max(-float(device_bytes(comm.device)))[0])
 
 
 def step_spec(config: Config, comm: Comm, workload: Workload, state: State) -> StepSpec:
@@ -132,8 +165,7 @@ def step_spec(config: Config, comm: Comm, workload: Workload, state: State) -> S
     spec = config.step_spec(ranks=comm.ranks, fused_optimizer=state.fused)
     if not is_sharded(workload.policy):
         return spec
-    shared_by = ranks_per_node(comm) if config.shard_over == "node" else comm.ranks
-    return replace(spec, sharding=Sharding(shared_by, config.shard_over, exchange=config.shard_exchange))
+    return replace(spec, sharding=replace(_sharding(config, comm), rollout=rollout_mode(workload.policy)))
 
 
 def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base_bytes: int, warn: Warn) -> Setup:

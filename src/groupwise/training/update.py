@@ -187,18 +187,21 @@ class TrainingBatch:
     """This rank's rows that contribute a gradient: a reward, a group with spread, an unmasked decision."""
 
     rollouts: Rollouts
+    """All of this rank's: a copy of those to train would take as much memory again."""
     rows: Tensor
-    """Which of the rank's rows they are."""
+    """Which of them are trained."""
     totals: StepTotals
     idle: Rollouts
     """A row of this rank without a decision to train, for passes that only keep a sharded rank in step."""
 
     def passes(self, workload: Workload, rows_per_pass: int, comm: Comm) -> list[Tensor]:
-        """The row indices of each pass in this batch, as the workload splits them.
+        """The row indices of each pass among those to train, as the workload splits them.
 
         When sharded, all ranks have equally many passes: those with fewer rows add idle ones, without indices.
         """
-        passes = list(workload.passes(self.rollouts, rows_per_pass)) if len(self.rows) else []
+        trained = self.rollouts.select(self.rows)
+        passes = list(workload.passes(trained, rows_per_pass)) if len(self.rows) else []
+        del trained
         all_rows = torch.cat(passes).sort().values if passes else torch.arange(0)
         if not torch.equal(all_rows, torch.arange(len(self.rows))):
             raise UserError(
@@ -213,7 +216,7 @@ class TrainingBatch:
 
     def select(self, rows: Tensor) -> Rollouts:
         """The rollouts of one pass."""
-        return self.rollouts.select(rows) if len(rows) else self.idle
+        return self.rollouts.select(self.rows[rows]) if len(rows) else self.idle
 
 
 def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, float]:
@@ -255,11 +258,10 @@ def select_rows(setup: Setup, batch: Round, advantages: Advantages) -> TrainingB
     mask = rollouts.mask.cpu()
     rows = (advantages.trained[rank_rows] & mask.any(1)).nonzero().flatten()
     with comm.fail_together("Selecting the rows to train"):
-        selected = rollouts.select(rows)
         idle = rollouts.select(torch.arange(1))
         idle = replace(idle, mask=torch.zeros_like(idle.mask))
-    decisions, count = comm.sum(float(mask[rows].sum()), float(len(selected)))
-    return TrainingBatch(selected, rows, StepTotals(int(decisions), int(count)), idle)
+    decisions, count = comm.sum(float(mask[rows].sum()), float(len(rows)))
+    return TrainingBatch(rollouts, rows, StepTotals(int(decisions), int(count)), idle)
 
 
 def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tensor) -> dict[str, float]:
@@ -345,14 +347,15 @@ def _row_weights(
 @torch.no_grad()
 def _logp_of_rows(setup: Setup, training: TrainingBatch, *, first_update: bool) -> Tensor:
     """Log-probability of each row as a whole, under the current weights."""
-    workload, logp = setup.workload, training.rollouts.logp.clone()
+    rows_on_device = send(training.rows, training.rollouts.logp.device)
+    workload, logp = setup.workload, training.rollouts.logp[rows_on_device]
     if not first_update:
         with setup.comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(workload.policy):
             for rows in training.passes(workload, setup.state.row_limits["rows_per_pass"], setup.comm):
                 scores = call_block(workload.policy, workload.score, training.select(rows))
                 if len(rows):
                     logp[rows] = scores.logp.to(logp)
-    return logp.masked_fill(~training.rollouts.mask, 0).sum(1).cpu().double()
+    return logp.masked_fill(~training.rollouts.mask[rows_on_device], 0).sum(1).cpu().double()
 
 
 def _refuse_nonfinite_loss(loss: float, step: int) -> None:
@@ -388,7 +391,7 @@ def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) 
             alone = [
                 row
                 for row in rows
-                if not sharded and not is_finite(training.rollouts.select(row[None]), row_weights[row[None]])
+                if not sharded and not is_finite(training.select(row[None]), row_weights[row[None]])
             ]
             offending.append(torch.stack(alone) if alone else rows)
     return training.rows[torch.cat(offending)] if offending else training.rows[:0]

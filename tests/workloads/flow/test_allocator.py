@@ -24,6 +24,9 @@ ROPE = {"axes_dims_rope": (16, 24, 24)}
 ADAPTERS = {
     "wan-2.1": (VIDEO, {"frames": 9, "height": 192, "width": 192}),
     "wan-2.2": (VIDEO, {"frames": 9, "height": 192, "width": 192}),
+    "wan-2.2-5b": (VIDEO, {"frames": 9, "height": 192, "width": 192}),
+    "wan-2.1-i2v": (VIDEO, {"frames": 9, "height": 192, "width": 192}),
+    "wan-2.2-i2v": (VIDEO, {"frames": 9, "height": 192, "width": 192}),
     "sd3": ({**IMAGE, "caption_projection_dim": 256, "pos_embed_max_size": 64}, {"height": 128, "width": 128}),
     "flux-dev": ({**IMAGE, **ROPE}, {"height": 96, "width": 96}),
     "qwen-image": ({**IMAGE, **ROPE}, {"height": 192, "width": 192}),
@@ -71,7 +74,7 @@ def test_the_plan_of_an_adapter_is_within_a_tenth_of_the_allocator(tmp_path, nam
     transformer, size = ADAPTERS[name]
     folder = save_pipeline(name, tmp_path, **transformer)
     prompt = "a cat " * 100  # as long as Qwen-Image takes it, which cuts text to the longest prompt
-    (folder / "rows.jsonl").write_text(2 * (json.dumps({"prompt": prompt}) + "\n"))
+    (folder / "rows.jsonl").write_text(2 * (json.dumps({"prompt": prompt, "video": "image.png"}) + "\n"))
     config = config_of(folder, name, encode_rows=1, negative_prompt=prompt, **size)
     assert_planned(config, groups=2, members=2, rows=2)
 

@@ -286,10 +286,10 @@ class FlowMemory:
         """Passes through the model whose graphs are held together in a step."""
         return 2 if self.guided and not self.guided_together else 1
 
-    def trajectory_bytes(self, spec: StepSpec) -> int:
-        """The window's latents and the final one of every row of a rank."""
+    def trajectory_bytes(self, rows: int) -> int:
+        """The window's latents and the final one of so many rows: all of a rank's are held, and a pass copies its own."""
         bytes_per_number = (self.trained_steps + 1) * self.storage_bytes + 4
-        return spec.shape.rollouts_per_rank * math.prod(self.latent) * bytes_per_number
+        return rows * math.prod(self.latent) * bytes_per_number
 
     def first_step_rows(self, spec: StepSpec) -> int:
         """Rows of a pass that the window's first step is computed for."""
@@ -325,7 +325,7 @@ class FlowMemory:
         """
         shape, block = spec.shape, self.model.forward_bytes(self.part, self.dtype_bytes)
         decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
-        latents = {"latents": self.trajectory_bytes(spec)}
+        latents = {"latents": self.trajectory_bytes(shape.rollouts_per_rank)}
         in_and_out = 3 * 4 * math.prod(self.latent)  # of a step: latents, what the model is given, and its result
         return [
             {**latents, "activations": shape.largest_pass * (self.tokens * block + in_and_out)},
@@ -344,7 +344,8 @@ class FlowMemory:
             token = self.graphs * saved + model.backward_bytes(part, number)
         of_graph, once = model.text_bytes(part, number, checkpointing=self.checkpointing)
         text = self._together * self.text_tokens * (self.graphs * of_graph + once)
-        return {"latents": self.trajectory_bytes(spec), "activations": rows * (self.tokens * token + text)}
+        latents = self.trajectory_bytes(spec.shape.rollouts_per_rank + spec.shape.largest_pass)
+        return {"latents": latents, "activations": rows * (self.tokens * token + text)}
 
     def reductions(self) -> list[Reduction]:
         reductions: list[Reduction] = []

@@ -102,7 +102,9 @@ def flow_step(transformer: Any, memory: FlowMemory, spec: StepSpec, *, fake: boo
         )
 
     held = _held(transformer, memory, spec, fake=fake)
-    return TracedStep(transformer, update_pass, rollout, held=held)
+    with fake_tensors() if fake else nullcontext():
+        copied = torch.empty(memory.trajectory_bytes(rows), dtype=torch.uint8)  # the rows of the pass
+    return TracedStep(transformer, update_pass, rollout, held=held, held_in_update=(copied,))
 
 
 def _velocity(transformer: Any, memory: FlowMemory, rows: int, guidance: float) -> GuidedVelocity:
@@ -161,5 +163,5 @@ def _held(transformer: Any, memory: FlowMemory, spec: StepSpec, *, fake: bool) -
     """The initial weights, where all or some of the model's own are trained, and the rollouts' latents."""
     trained = [weight for weight in transformer.parameters() if weight.requires_grad and memory.part != "lora"]
     with fake_tensors() if fake else nullcontext():
-        latents = torch.empty(memory.trajectory_bytes(spec), dtype=torch.uint8)
+        latents = torch.empty(memory.trajectory_bytes(spec.shape.rollouts_per_rank), dtype=torch.uint8)
         return (latents, *(torch.empty_like(weight) for weight in trained))

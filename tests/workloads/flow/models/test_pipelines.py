@@ -60,9 +60,8 @@ def test_an_adapter_denoises_as_its_pipeline_does(folders, name):
             call |= {"negative_prompt": None, "negative_prompt_embeds": text["negative_text"]}
         theirs = pipeline(**call, return_dict=False)[0]
     difference = (packed(name, ours) - theirs).abs().max().item()
-    assert difference == (
-        pytest.approx(0, abs=1e-6) if name == "sd3" else 0
-    )  # sd3 guides in one batch of another order
+    rounded = ("sd3", "wan-2.2-5b")  # guides in one batch of another order; has a timestep per row, not per token
+    assert difference == (pytest.approx(0, abs=3e-6) if name in rounded else 0)
     assert workload.denoiser(STEPS).levels == pipeline.scheduler.sigmas.tolist()
     assert (ours - noise).abs().max() > 0.1
 

@@ -186,13 +186,13 @@ class WanModel(FlowModel):
     def _velocity(
         self, transformer: WanTransformer3DModel, latents: Tensor, timestep: Tensor, conditioning: Conditioning
     ) -> Tensor:
+        """One timestep per row, also where the pipeline repeats it for each token (the 5B of Wan 2.2).
+
+        Without an image they are all equal, and repeated ones would be six widths of float32 per token in each block.
+        """
         dtype, given = transformer.dtype, [latents]
         if "image_latents" in conditioning:
             given.append(conditioning["image_latents"])
-        if self.pipeline.config.expand_timesteps:  # one for each token
-            patches = zip(latents.shape[2:], transformer.config.patch_size, strict=True)
-            tokens = torch.Size([length // patch for length, patch in patches]).numel()
-            timestep = timestep[:, None].expand(-1, tokens)
         image = conditioning.get("image")
         (velocity,) = transformer(
             hidden_states=torch.cat(given, dim=1).to(dtype),

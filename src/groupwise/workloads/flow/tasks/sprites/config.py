@@ -23,6 +23,8 @@ FRAMES, LATENT_CHANNELS, LATENT_SIDE, SCALE, PROMPT_WORDS = 8, 7, 12, 4, 2
 """Sizes of the latents, how much larger the pictures are, and words of a prompt."""
 SIDE = SCALE * LATENT_SIDE
 """Pixels of a frame, across and down."""
+_NUMBERS_PER_PIXEL = 12
+"""While the fixed decoder paints: half of them, since the plan counts the numbers of a clip twice."""
 ASSET = Path(__file__).parent / "asset"
 """Folder of the embedded models."""
 WEIGHTS = {"camera": 0.5, "quality": 0.5}
@@ -49,7 +51,7 @@ class SpritesConfig(FlowConfig):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
     def memory_model(self) -> FlowMemory:
-        """The initial weights of what is trained are kept as the reference. Decoding is not planned."""
+        """The initial weights of what is trained are kept as the reference."""
         return FlowMemory(
             replace(read_wan_architecture(self.folder), source_frames=1),
             (LATENT_CHANNELS, FRAMES, LATENT_SIDE, LATENT_SIDE),
@@ -58,6 +60,7 @@ class SpritesConfig(FlowConfig):
             guided=self.sampling.guidance_scale != 1,
             shared_noise=self.sampling.shared_noise,
             decode_rows=self.encode_rows,
+            pixels=_NUMBERS_PER_PIXEL * FRAMES * SIDE * SIDE,
             checkpointing=self.gradient_checkpointing,
             part=self.train.part,
             lora_rank=self.train.lora_rank,
