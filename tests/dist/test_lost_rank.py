@@ -15,10 +15,14 @@ from torch.testing import assert_close
 
 from groupwise.core.io.files import read_jsonl
 from groupwise.dist.heartbeat import is_lost_rank
+from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 
 
-def launch(run: Path, launcher: str, *options: object) -> subprocess.Popen[str]:
-    program = ["-m", "groupwise", "train", "fakes:slow_recipe", "--run-dir", str(run), *map(str, options)]
+CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes", "idle_share")
+
+
+def launch(run: Path, launcher: str, *options: object, recipe: str = "fakes:slow_recipe") -> subprocess.Popen[str]:
+    program = ["-m", "groupwise", "train", recipe, "--run-dir", str(run), *map(str, options)]
     words = [sys.executable, "-m", "torch.distributed.run", *launcher.split(), *program]
     return subprocess.Popen(words, env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -33,27 +37,75 @@ def ranks_of(launcher: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 LOST = {
-    "killed": (signal.SIGKILL, "Rank 1 (last seen at step", "is gone"),
-    "stopped": (signal.SIGSTOP, "Rank 1 (last seen at step", "did not answer within 6 s (--rank-timeout-s)"),
+    "killed": (signal.SIGKILL, "is gone"),
+    "stopped": (signal.SIGSTOP, "did not answer within 6 s (--rank-timeout-s)"),
 }
+SAVED = {0: "Rank 1 has saved step", 1: "Step "}
 
 
-@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.slow)])
-def test_the_other_rank_names_it_and_saves_the_complete_steps(tmp_path, fault):
-    number, *parts = LOST[fault]
+@pytest.mark.parametrize(
+    ("rank", "fault"),
+    [
+        (0, "killed"),
+        pytest.param(1, "killed", marks=pytest.mark.slow),
+        pytest.param(1, "stopped", marks=pytest.mark.slow),
+    ],
+)
+def test_the_other_rank_names_it_and_saves_the_complete_steps(tmp_path, rank, fault):
+    number, reason = LOST[fault]
     options = ("--rank-timeout-s", 6, "--steps", 400, "--checkpoint-every", 100)
     launcher = launch(tmp_path, on_one_machine(), *options)
     wait_for_steps(tmp_path, 2, launcher, seconds=150)
     begun = time.monotonic()
-    ranks_of(launcher)[1].send_signal(number)
+    ranks_of(launcher)[rank].send_signal(number)
     output, _ = launcher.communicate(timeout=150)
     assert time.monotonic() - begun < 100  # torchrun gives a stopped process 30 s
-    (line,) = [line for line in output.splitlines() if line.startswith("groupwise (rank 0)")]
-    assert all(part in line for part in parts)
+    (line,) = [line for line in output.splitlines() if line.startswith(f"groupwise (rank {1 - rank})")]
+    assert f"Rank {rank} (last seen at step" in line
+    assert reason in line
+    assert SAVED[rank] in line
     assert "groupwise/training" not in output  # no frame of ours
     assert "exitcode  : 3" in output
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     assert checkpoint.name == f"step-{len(read_jsonl(tmp_path / 'metrics.jsonl')):06d}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_what_another_rank_saved_for_rank_0_is_resumed_byte_identical(tmp_path):
+    run = ("--checkpoint-every", 100)
+    killed = launch(tmp_path / "killed", on_one_machine(), *run)
+    wait_for_steps(tmp_path / "killed", 5, killed, seconds=150)
+    ranks_of(killed)[0].kill()
+    killed.communicate(timeout=150)
+    unbroken, resumed = (
+        launch(tmp_path / name, on_one_machine(), *run, *flags).communicate(timeout=200)[0]
+        for name, flags in (("unbroken", ()), ("killed", ("--resume",)))
+    )
+    after = next(line for line in resumed.splitlines() if "Resuming" in line)
+    assert int(after.rstrip(".").split()[-1]) >= 5, after
+    for file in ("policy", "optimizer", "ema"):
+        path = Path("checkpoints") / "step-000014" / f"{file}.safetensors"
+        assert (tmp_path / "killed" / path).read_bytes() == (tmp_path / "unbroken" / path).read_bytes()
+    logs = [
+        [{name: value for name, value in entry.items() if name not in CLOCK} for entry in read_jsonl(tmp_path / run / log)]
+        for run in ("killed", "unbroken")
+        for log in ("metrics.jsonl", "samples.jsonl")
+    ]
+    assert logs[:2] == logs[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_of_a_sharded_run_it_says_that_the_steps_are_lost(tmp_path):
+    options = ("--steps", 400, "--checkpoint-every", 3, "--shard", "full")
+    launcher = launch(tmp_path, on_one_machine(), *options, recipe="dist.shard_fakes:recipe")
+    wait_for_steps(tmp_path, 5, launcher, seconds=150)
+    ranks_of(launcher)[0].kill()
+    output, _ = launcher.communicate(timeout=150)
+    (line,) = [line for line in output.splitlines() if line.startswith("groupwise (rank 1)")]
+    assert "The run is sharded and no rank has the whole state, so the steps since the newest checkpoint are lost" in line
+    assert newest_valid_checkpoint(tmp_path / "checkpoints", lambda message: None) is not None
 
 
 def test_errors_that_mean_a_lost_rank():

@@ -245,11 +245,11 @@ def _error_message(error: Exception, what: str) -> str:
     return f"{what} raised {type(error).__name__}: {error}{line}."
 
 
-def connect(device: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Comm:
+def connect(device: str | None = None, *, timeout_s: float | None = None) -> Comm:
     """Join the ranks that `accelerate launch` or `torchrun` started; a single rank when neither did.
 
-    `device` names another device than the one that torch reports. The time limit is that of the first call: the longest
-    that a rank waits for another.
+    `device` names another device than the one that torch reports. The time limit, of several ranks that of the first
+    call, is the longest that a rank waits for another, or makes no progress.
     """
     listen_on_loopback()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
@@ -261,12 +261,13 @@ def connect(device: str | None = None, *, timeout_s: float = DEFAULT_TIMEOUT_S) 
         )
     own = choose_device(device)
     if ranks == 1:
-        return Comm(0, 1, own)
+        return Comm(0, 1, own, heartbeat=_heartbeat(0, 1, timeout_s))
     backend = dist.Backend.default_device_backend_map.get(own.type)
     if not dist.is_initialized():
         by_device = {"cpu": "gloo"} if backend is None else {"cpu": "gloo", own.type: backend}
         backends = ",".join(f"{kind}:{name}" for kind, name in by_device.items())
-        dist.init_process_group(backends, timeout=timedelta(seconds=timeout_s), **_store_of_this_attempt())
+        limit = timedelta(seconds=timeout_s or DEFAULT_TIMEOUT_S)
+        dist.init_process_group(backends, timeout=limit, **_store_of_this_attempt())
     rank, ranks = dist.get_rank(), dist.get_world_size()
     comm = Comm(rank, ranks, own, sums_on_host=backend is None, heartbeat=_heartbeat(rank, ranks, timeout_s))
     _refuse_mixed_devices(comm)
@@ -288,11 +289,15 @@ _heartbeats: list[Heartbeat] = []
 """The one of this process, as torch has one process group."""
 
 
-def _heartbeat(rank: int, ranks: int, timeout_s: float) -> Heartbeat:
+def _heartbeat(rank: int, ranks: int, timeout_s: float | None) -> Heartbeat:
     if not _heartbeats or _heartbeats[0].ranks != ranks:
-        _heartbeats[:] = [Heartbeat(rank, ranks, timeout_s)]
-        _heartbeats[0].start()
-    return _heartbeats[0]
+        _heartbeats[:] = [Heartbeat(rank, ranks, timeout_s or DEFAULT_TIMEOUT_S)]
+    own = _heartbeats[0]
+    if ranks > 1:
+        own.start()
+    elif timeout_s is not None:
+        own.timeout_s = timeout_s
+    return own
 
 
 def _store_of_this_attempt() -> dict[str, Any]:

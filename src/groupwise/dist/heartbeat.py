@@ -1,12 +1,15 @@
-"""Which ranks are alive and what they do: each says so every second, and who loses a rank looks it up."""
+"""Which ranks are alive and what they do. Each says so every second, and who loses a rank looks it up; a rank that is
+stuck itself is ended, also where there is only one."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,11 +18,18 @@ from typing import Any
 from torch import distributed as dist
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.progress import advance
+from groupwise.core.io.user_code import exit_process
+from groupwise.dist.watchdog import StuckDetector, ThreadWatcher, dump_stacks, dump_stacks_if_no_thread_runs
 
 BEAT_S = 1.0
 _SILENT_S = 3.0
 """A rank that says nothing for so long is not running."""
 _STORE_TIMEOUT = timedelta(seconds=5)
+_MARGIN_S = 10.0
+"""A rank that waits for another is no stuck rank: its collective has the same time limit and ends first."""
+_SAVE_S = 60.0
+"""Time to save when a rank is stuck: the disk or the device may be what is stuck."""
 _MESSAGES = (
     "gloo",
     "connection closed by peer",
@@ -44,32 +54,50 @@ class LostRankError(UserError):
 
 @dataclass
 class Heartbeat:
-    """What this rank does, for others to see. It starts when several ranks connect."""
+    """What this rank does, for others to see, and for this process to notice that it does nothing."""
 
     rank: int
     ranks: int
     timeout_s: float
     activity: str = "the start"
+    save: Callable[[], str] | None = field(default=None, repr=False)
+    """Saves the complete steps when this rank is stuck, from another thread; returns a sentence about it."""
+    saved: str = ""
+    """A sentence about what was saved after another rank was lost."""
     _store: Any = field(default=None, repr=False)
-    _ended: bool = False
+    _detector: StuckDetector | None = field(default=None, repr=False)
+    _watcher: ThreadWatcher | None = field(default=None, repr=False)
+    _ended: threading.Event | None = field(default=None, repr=False)
     _changed: threading.Event = field(default_factory=threading.Event, repr=False)
+    _lost: list[int] | None = field(default=None, repr=False)
 
     def start(self) -> None:
-        self._store = _connect_store()
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        """Start to say what this rank does, if it has not been started."""
+        if self._ended is None:
+            self._store = _connect_store() if self.ranks > 1 else None
+            self._ended = threading.Event()
+            threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True).start()
 
     def stop(self) -> None:
-        self._ended = True
+        if self._ended is not None:
+            self._ended.set()
+        self._ended = self._detector = None
         self._changed.set()
 
     def begin(self, activity: str) -> None:
         """Say what this rank does from now on."""
         self.activity = activity
+        advance()
         self._changed.set()
 
     @contextmanager
-    def explain_lost_rank(self) -> Iterator[None]:
-        """The error of a collective that another rank has left becomes a paragraph which names that rank."""
+    def watch(self) -> Iterator[None]:
+        """Within, this thread is ended with exit code 3 if it is stuck, and the error of a collective that another rank
+        has left becomes a paragraph which names that rank."""
+        limit_s = self.timeout_s + (_MARGIN_S if self.ranks > 1 else 0.0)
+        self._watcher, self._lost, self.saved = ThreadWatcher(), None, ""
+        self._detector = StuckDetector(limit_s, self._watcher.look)
+        self.start()
         try:
             yield
         except RuntimeError as error:
@@ -79,43 +107,81 @@ class Heartbeat:
         finally:
             self.stop()
 
-    def _beat(self) -> None:
+    def lost_ranks(self) -> list[int]:
+        """After the error of a collective: the ranks that are silent; those that are elsewhere where none is."""
+        if self._lost is None:
+            first = self._read_beats()
+            time.sleep(_SILENT_S)
+            second = self._read_beats()
+            others = [rank for rank in range(self.ranks) if rank != self.rank]
+            silent = [rank for rank in others if first.get(rank) is None or first.get(rank) == second.get(rank)]
+            elsewhere = [rank for rank in others if second.get(rank, [0, ""])[1] != self.activity]
+            self._lost = silent or elsewhere or others
+        return self._lost
+
+    def _beat(self, ended: threading.Event) -> None:
         beats = 0
-        while not self._ended:
+        while not ended.is_set():
             self._changed.clear()
-            try:
-                self._store.set(_key(self.rank), json.dumps([beats, self.activity]))
-            except RuntimeError:  # the store is gone, and with it who would read this
-                return
+            self._send(beats)
             beats += 1
+            detector = self._detector
+            if detector is not None:
+                dump_stacks_if_no_thread_runs(detector.limit_s)
+                if detector.is_stuck():
+                    self._end_process(detector)
             self._changed.wait(BEAT_S)
+        faulthandler.cancel_dump_traceback_later()
+
+    def _send(self, beats: int) -> None:
+        try:
+            if self._store is not None:
+                self._store.set(_key(self.rank), json.dumps([beats, self.activity]))
+        except RuntimeError:  # the store is gone, and with it who would read this
+            self._store = None
+
+    def _end_process(self, detector: StuckDetector) -> None:
+        dump_stacks()
+        where = self._watcher.where() if self._watcher is not None else ""
+        rank = f" (rank {self.rank})" if self.ranks > 1 else ""
+        sys.stderr.write(
+            f"groupwise{rank}: rank {self.rank} makes no progress since {detector.limit_s:g} s (--rank-timeout-s) at"
+            f" {self.activity}: {where} has not returned. The stacks of all threads are above. {self._save_in_time()} The"
+            f" process ends with code {LostRankError.exit_code}; --resume continues. If this is only slow, give it a"
+            " longer --rank-timeout-s.\n"
+        )
+        sys.stderr.flush()
+        exit_process(LostRankError.exit_code)
+
+    def _save_in_time(self) -> str:
+        sentences = ["The complete steps could not be saved in time: the newest checkpoint is what is left."]
+        save = self.save
+        if save is None:
+            return "Nothing was to be saved."
+        thread = threading.Thread(target=lambda: sentences.append(save()), name="save", daemon=True)
+        thread.start()
+        thread.join(_SAVE_S)
+        return sentences[-1]
 
     def _explanation(self, error: RuntimeError) -> str:
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         reason = f"did not answer within {self.timeout_s:g} s (--rank-timeout-s)" if timed_out else "is gone"
         return (
-            f"{self._who()} {reason}; this rank was at {self.activity}. Look above for its own message: without one it"
+            f"{self._names()} {reason}; this rank was at {self.activity}. Look above for its own message: without one it"
             " was killed (exit code -9: by a person, or by the system because memory ran out), stopped, or its machine"
-            " is lost. Rank 0 saves the complete steps if it can; --resume continues from the newest checkpoint, on any"
-            " number of ranks, and `torchrun --max-restarts N` does so by itself."
+            f" is lost. {self.saved or 'Another rank saves the complete steps if it can.'} --resume continues from the"
+            " newest checkpoint, on any number of ranks, and `torchrun --max-restarts N` does so by itself."
         )
 
-    def _who(self) -> str:
-        """The ranks that are silent; those that are elsewhere where none is."""
-        first = self._read_beats()
-        time.sleep(_SILENT_S)
-        second = self._read_beats()
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        silent = [rank for rank in others if first.get(rank) is None or first.get(rank) == second.get(rank)]
-        elsewhere = [rank for rank in others if second.get(rank, [0, ""])[1] != self.activity]
-        lost = silent or elsewhere or others
-        names = [f"rank {rank} (last seen at {second.get(rank, [0, 'the start'])[1]})" for rank in lost]
+    def _names(self) -> str:
+        beats = self._read_beats()
+        names = [f"rank {rank} (last seen at {beats.get(rank, [0, 'the start'])[1]})" for rank in self.lost_ranks()]
         return (", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")).capitalize()
 
     def _read_beats(self) -> Mapping[int, list[Any]]:
         beats: dict[int, list[Any]] = {}
         try:
-            for rank in range(self.ranks):
+            for rank in range(self.ranks if self._store is not None else 0):
                 if self._store.check([_key(rank)]):
                     beats[rank] = json.loads(self._store.get(_key(rank)))
         except RuntimeError:  # the machine with the store is gone

@@ -60,18 +60,22 @@ class Recovery:
         rows_per_rank: int,
         warn: Callable[[str], None],
         advice: Callable[[], Sequence[str]] = lambda: GENERAL_ADVICE,
+        begin: Callable[[Stage], None] = lambda stage: None,
     ):
+        """`begin` hears which stage is tried."""
         self.limits: RowLimits = {**workload.row_limits, "rows_per_pass": rows_per_pass}
         self.oom_retries = 0
         """Since the last complete step."""
         self._configured = dict(self.limits)
         self._workload, self._rows_per_rank, self._warn, self._advice = workload, rows_per_rank, warn, advice
+        self._begin = begin
         workload.row_limits = self.limits
 
     def retry_smaller(self, stage: Stage, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """The function's result; after an out-of-memory error a row limit is halved and the function called again."""
         before = RngAndBuffers.capture(self._workload.policy)
         while True:
+            self._begin(stage)
             try:
                 return function(*args, **kwargs)
             except OutOfMemoryError as error:

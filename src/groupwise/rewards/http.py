@@ -29,6 +29,7 @@ import numpy as np
 from torch import Tensor
 
 from groupwise.core.io.files import parse_json
+from groupwise.core.io.progress import advance
 from groupwise.rewards.time_limit import with_time_limit
 
 _LARGEST = 2**1023
@@ -102,6 +103,7 @@ class HttpReward:
     def _request(self, body: bytes) -> bytes:
         message = f"timed out: no whole answer in {self.timeout_s:g} s"
         answer: bytes = with_time_limit(self._post_once, self.timeout_s, message)(body)
+        advance()
         return answer
 
     def _post_once(self, body: bytes) -> bytes:

@@ -61,7 +61,6 @@ def train_step(setup: Setup) -> StepResult:
     """One step of GRPO. `retry` repeats a stage with smaller batches after an out-of-memory error: same result."""
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
     timer, memory, syncs = StageTimer(), PeakMemory(comm.device), host_syncs(comm.device)
-    comm.heartbeat.begin(f"step {state.step}")
     place = partial(place_step, costs=setup.workload.expected_costs)
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []

@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from groupwise.core.errors import UserError
 from groupwise.dist.comm import Comm, connect, is_on_all_ranks
+from groupwise.dist.heartbeat import is_lost_rank
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.sharding import is_sharded
 from groupwise.dist.trackers import Trackers
@@ -70,7 +71,7 @@ class RunSummary:
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
     start, comm = time.perf_counter(), connect(config.run.device, timeout_s=config.run.rank_timeout_s)
-    with comm.heartbeat.explain_lost_rank():
+    with comm.heartbeat.watch():
         return _train_on_ranks(config, comm, start)
 
 
@@ -200,9 +201,11 @@ class StepLog:
     def __init__(self, setup: Setup, folder: RunFolder, display: ProgressDisplay):
         self._setup, self._folder, self._display = setup, folder, display
         self._trackers = Trackers(setup.config.run.trackers, folder.path, to_dict(setup.config))
-        self._complete_updates = setup.state.updates
+        self._complete_step, self._complete_updates = setup.state.step, setup.state.updates
+        self._last_step: StepResult | None = None
 
     def __enter__(self) -> Self:
+        self._setup.comm.heartbeat.save = self._save_when_stuck
         return self
 
     def __exit__(
@@ -212,18 +215,17 @@ class StepLog:
             if isinstance(error, Exception):
                 self._save_complete_steps(error)
         finally:
+            self._setup.comm.heartbeat.save = None
             self._trackers.close()
 
     def record(self, step: StepResult) -> None:
         """One complete step: to metrics.jsonl, samples.jsonl, the trackers and the display."""
-        setup, folder = self._setup, self._folder
-        self._complete_updates = setup.state.updates
+        setup = self._setup
+        self._complete_step, self._complete_updates = setup.state.step, setup.state.updates
         memory = setup.monitor.record(step.memory, setup.state.row_limits["rows_per_pass"])
-        step = replace(step, memory=memory)
+        self._last_step = step = replace(step, memory=memory)
         if setup.comm.is_main:
-            folder.append(METRICS, [{"step": step.step, **step.metrics, "memory_bytes": memory.to_dict()}])
-            folder.append_samples(step.samples, max_bytes=setup.config.run.samples_mib << 20)
-            folder.append_nonfinite(step.skipped_samples, max_bytes=setup.config.run.samples_mib << 20)
+            self._append(step)
         memory_metrics = {f"memory/{name}": float(value) for name, value in memory.to_dict().items()}
         self._trackers.log({**step.metrics, **memory_metrics}, step.step)
         self._display.show_step(step)
@@ -234,11 +236,18 @@ class StepLog:
             raise UserError(warning)
         self._display.show_step_details(step, warning)
 
+    def _append(self, step: StepResult) -> None:
+        folder, max_bytes = self._folder, self._setup.config.run.samples_mib << 20
+        folder.append(METRICS, [{"step": step.step, **step.metrics, "memory_bytes": step.memory.to_dict()}])
+        folder.append_samples(step.samples, max_bytes=max_bytes)
+        folder.append_nonfinite(step.skipped_samples, max_bytes=max_bytes)
+
     def evaluate(self, moment: str) -> None:
         metrics = write_evaluation(self._setup, self._folder, moment)
         self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, self._setup.state.step)
 
     def save(self) -> None:
+        self._setup.comm.heartbeat.begin(f"step {self._setup.state.step}, checkpoint")
         self._write_checkpoint()
         self._setup.comm.barrier()
 
@@ -251,18 +260,54 @@ class StepLog:
                 self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
         if isinstance(error, OSError):
             return  # the disk refuses what this would write
-        if state.step and state.updates == self._complete_updates and self._can_write_alone(error):
+        if not self._is_complete():
+            self._setup.comm.heartbeat.saved = "It was lost in the middle of an update, which nobody can save."
+        elif not self._can_write_alone(error):
+            self._setup.comm.heartbeat.saved = (
+                "The run is sharded and no rank has the whole state, so the steps since the newest checkpoint are lost."
+            )
+        elif self._setup.comm.is_main:
             self._write_checkpoint()  # without a barrier: other ranks may not have failed
+            self._setup.comm.heartbeat.saved = f"Step {state.step} is saved."
+        elif is_lost_rank(error) and 0 in self._setup.comm.heartbeat.lost_ranks():
+            self._setup.comm.heartbeat.saved = self._save_for_first_rank()
+
+    def _is_complete(self) -> bool:
+        """Whether the state is that after a step which is in the log."""
+        state = self._setup.state
+        return 0 < state.step == self._complete_step and state.updates == self._complete_updates
+
+    def _save_for_first_rank(self) -> str:
+        """The first rank is gone, and with it who writes. Each of the others has the whole state and the last step."""
+        last = self._last_step
+        if last is None:
+            return "No step was trained since the newest checkpoint."
+        with self._folder.taken_over() as taken:
+            if not taken:
+                return "Rank 0 still holds the folder, or another rank saves: look there for the newest checkpoint."
+            self._folder.rewind(last.step)
+            self._append(last)
+            self._write_checkpoint(alone=True)
+        return f"Rank {self._setup.comm.rank} has saved step {self._setup.state.step} in its place."
+
+    def _save_when_stuck(self) -> str:
+        """While the training thread is in a call that does not return: it changes nothing meanwhile."""
+        if not self._setup.comm.is_main:
+            return "Rank 0 saves the complete steps."
+        if not self._is_complete() or is_sharded(self._setup.state.policy):
+            return "The newest checkpoint is what is left."
+        self._write_checkpoint()
+        return f"Step {self._setup.state.step} is saved."
 
     def _can_write_alone(self, error: Exception) -> bool:
         """Parts of a sharded state are written by all ranks, so only after an error that all of them have."""
         return not is_sharded(self._setup.state.policy) or is_on_all_ranks(error)
 
-    def _write_checkpoint(self) -> None:
+    def _write_checkpoint(self, *, alone: bool = False) -> None:
         setup = self._setup
-        if setup.comm.is_main:
+        if setup.comm.is_main or alone:
             self._folder.sync_logs()
-        if setup.comm.is_main or is_sharded(setup.state.policy):
+        if setup.comm.is_main or alone or is_sharded(setup.state.policy):
             write_checkpoint(
                 self._folder.checkpoints,
                 setup.state,

@@ -184,6 +184,7 @@ def _assemble(config: Config, comm: Comm, workload: Workload, state: State, base
         rows_per_rank=shape.rollouts_per_rank,
         warn=warn,
         advice=lambda: monitor.reductions() or GENERAL_ADVICE,
+        begin=lambda stage: comm.heartbeat.begin(f"step {state.step}, {stage}"),
     )
     state.row_limits = recovery.limits
     return Setup(config, comm, workload, shape, state, monitor, recovery, NonfinitePolicy(config.run))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from groupwise.core.config import LossConfig
 from groupwise.core.errors import UserError
+from groupwise.core.io.progress import advance
 from groupwise.core.loss import (
     clipped_surrogate,
     count_pairs,
@@ -280,6 +281,7 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
             exchange_gradients(state.policy, config.shard_exchange == "pass" or index == len(passes) - 1)
             parts = [partial(call_block, state.policy, score) for score in workload.score_parts(part)]
             scores, terms = backward_in_parts(parts, part, weights, training.totals, loss_config)
+            advance()
             if not len(rows):
                 continue
             values = _read_together(terms | ratio_statistics(scores, part, weights, config.loss))

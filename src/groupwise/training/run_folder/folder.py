@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ NONFINITE = "nonfinite.jsonl"
 """The rollouts of groups in which a number was not finite."""
 _LOGS = (METRICS, SAMPLES, OLDER_SAMPLES)
 _OWNER = ".owner.json"
+_WAIT_FOR_FIRST_RANK_S = 3.0
+"""The lock of a process that was killed is free at once, that of one which is stopped or saves itself is not."""
 _WAIT_FOR_PREDECESSOR_S = 30.0
 """A launcher may restart ranks before the last of their predecessors is gone."""
 
@@ -110,6 +112,20 @@ class RunFolder:
                 self.write(_OWNER, asdict(replace(self._own, ended=True)))
             self._own = None
         self._lock.release()
+
+    @contextmanager
+    def taken_over(self) -> Iterator[bool]:
+        """Within, this process holds the folder in place of the one that did, if that one is gone. Its name stays in
+        the folder: the next run says how it has ended."""
+        try:
+            self._lock.acquire(timeout=_WAIT_FOR_FIRST_RANK_S, blocking=True)
+        except (Timeout, OSError):
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            self._lock.release()
 
     def is_of_this_job(self) -> bool:
         """Whether an earlier attempt of this job has started the folder's run, so that this one continues it."""

@@ -13,6 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.io.progress import advance
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import uniform
 from groupwise.core.transfer import send, send_list
@@ -173,6 +174,7 @@ class GenerationLoop:
         batch.position_ids, batch.num_generated = batch.position_ids + 1, batch.num_generated + 1
         for sequence in running:
             sequence.num_generated += 1
+        advance()
         self.unchecked.append(self.last_tokens)
         longest = max(sequence.num_generated for sequence in running)
         if len(self.unchecked) >= self.stop_check_steps or longest >= self.sampling.max_new_tokens:

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
+from groupwise.core.io.progress import advance
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import normal
 from groupwise.core.transfer import send
@@ -86,6 +87,7 @@ class Denoiser:
             noise = self._noise(rows, rows.member, step + 1)
             stored.append(sample_transition(transition, noise).to(dtype))
             logp.append(transition_logprob(stored[-1].float(), transition))
+            advance()
         return SampledWindow(torch.stack(stored, dim=1), torch.stack(logp, dim=1))
 
     def denoise_from_window(self, latents: Tensor, velocity: Velocity) -> Tensor:
@@ -125,6 +127,7 @@ class Denoiser:
                 for level in self.levels[step : step + 2]
             )
             latents = ode(latents, velocity(latents, sigma), NoiseInterval(sigma, sigma_next, 0.0, 0.0)).mean
+            advance()
         return latents
 
     def _noise(self, rows: RolloutRows, member: Tensor, decision: int) -> Tensor:
