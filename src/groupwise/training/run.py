@@ -28,13 +28,12 @@ from groupwise.training.run_folder.abrupt_end import explain_abrupt_end
 from groupwise.training.run_folder.checkpoint import (
     check_same_config,
     check_same_files,
-    newest_valid_checkpoint,
-    read_metadata,
     restore,
-    write_checkpoint,
 )
+from groupwise.training.run_folder.checkpoint_writer import CheckpointWriter, write_checkpoint
 from groupwise.training.run_folder.folder import METRICS, RunFolder, reward_of
 from groupwise.training.setup import Setup, ignore_warning, set_up
+from groupwise.workloads.checkpoint_files import newest_valid_checkpoint, read_metadata
 
 _SAME_REQUEST_S = 5.0
 
@@ -169,12 +168,14 @@ def _train(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> bool:
         with handle_stop_signals(display.print) as stop_requested:
             for step in training_steps(setup):
                 log.record(step)
+                log.check_writer()
                 stopping = setup.comm.any(stop_requested())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
                     log.evaluate(f"step {state.step}")
                 if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
                     log.save()
                 if stopping:
+                    log.wait_for_checkpoint()
                     display.print(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
                     return True
             log.evaluate("after")
@@ -186,13 +187,19 @@ def _train(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> bool:
 class StepLog:
     """Everything that is written about the steps: logs, trackers, display, evaluations and checkpoints.
 
-    When a step fails, the complete steps before it are saved.
+    When a step fails, the complete steps before it are saved. Checkpoints are written beside the steps that follow.
     """
 
     def __init__(self, setup: Setup, folder: RunFolder, display: ProgressDisplay):
         self._setup, self._folder, self._display = setup, folder, display
         self._trackers = Trackers(setup.config.run.trackers, folder.path, to_dict(setup.config))
         self._complete_updates = setup.state.updates
+        self._writer = CheckpointWriter(
+            folder.checkpoints,
+            setup.comm,
+            keep=setup.config.run.keep_checkpoints,
+            sync_logs=folder.sync_logs,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -201,8 +208,12 @@ class StepLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, Exception):
+            if error is None:
+                self._writer.wait()
+            elif isinstance(error, Exception):
                 self._save_complete_steps(error)
+            else:
+                self._writer.stop()
         finally:
             self._trackers.close()
 
@@ -231,39 +242,42 @@ class StepLog:
         self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, self._setup.state.step)
 
     def save(self) -> None:
-        self._write_checkpoint()
-        self._setup.comm.barrier()
+        """Copy the state; it is written meanwhile, once the checkpoint before it is."""
+        self._writer.start(self._setup.state, **self._checkpoint_content())
+
+    def check_writer(self) -> None:
+        """Raise what a checkpoint that is being written has failed with."""
+        self._writer.poll()
+
+    def wait_for_checkpoint(self) -> None:
+        self._writer.wait()
 
     def _save_complete_steps(self, error: Exception) -> None:
-        state = self._setup.state
-        if self._setup.comm.is_main:
+        state, comm = self._setup.state, self._setup.comm
+        if comm.is_main:
             with suppress(OSError):  # a full disk must not hide what ended the run
                 self._folder.write_traceback(error)
             if isinstance(error, NonfiniteError):
                 self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
-        if isinstance(error, OSError):
+        together = is_sharded(state.policy) and is_on_all_ranks(error)
+        if not together:  # other ranks may not have failed
+            self._writer.end_alone()
+        if isinstance(error, OSError) or self._writer.failed:
             return  # the disk refuses what this would write
-        if state.step and state.updates == self._complete_updates and self._can_write_alone(error):
-            self._write_checkpoint()  # without a barrier: other ranks may not have failed
-
-    def _can_write_alone(self, error: Exception) -> bool:
-        """Parts of a sharded state are written by all ranks, so only after an error that all of them have."""
-        return not is_sharded(self._setup.state.policy) or is_on_all_ranks(error)
-
-    def _write_checkpoint(self) -> None:
-        setup = self._setup
-        if setup.comm.is_main:
+        if not state.step or state.updates != self._complete_updates:
+            return
+        if together:
+            self.save()
+            self._writer.wait()
+        elif comm.is_main and not is_sharded(state.policy):
             self._folder.sync_logs()
-        if setup.comm.is_main or is_sharded(setup.state.policy):
-            write_checkpoint(
-                self._folder.checkpoints,
-                setup.state,
-                config=to_dict(setup.config),
-                ranks=setup.comm.ranks,
-                comm=setup.comm,
-                keep=setup.config.run.keep_checkpoints,
-                files=setup.workload.checkpoint_files(),
-            )
+            keep = self._setup.config.run.keep_checkpoints
+            write_checkpoint(self._folder.checkpoints, state, keep=keep, **self._checkpoint_content())
+
+    def _checkpoint_content(self) -> dict[str, Any]:
+        setup = self._setup
+        files = setup.workload.checkpoint_files()
+        return {"config": to_dict(setup.config), "ranks": setup.comm.ranks, "files": files}
 
 
 @contextmanager
