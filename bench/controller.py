@@ -93,7 +93,8 @@ def _trained(config: gw.Config) -> ControllerWorkload:
 
 
 def _restored(config: gw.Config) -> Setup:
-    from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore
+    from groupwise.training.run_folder.checkpoint import restore
+    from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 
     setup = set_up(config)
     assert config.run.run_dir is not None

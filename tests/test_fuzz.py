@@ -22,9 +22,9 @@ from groupwise.data.rows import RowFilter, read_rows
 from groupwise.rewards.http import ServiceError, _parse_rewards
 from groupwise.training.loop import train_step
 from groupwise.training.run import train
-from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore
+from groupwise.training.run_folder.checkpoint import restore
 from groupwise.training.setup import set_up
-from groupwise.workloads.checkpoint_files import METADATA_FILE, metadata_hash, read_metadata
+from groupwise.workloads.checkpoint_files import METADATA_FILE, metadata_hash, newest_valid_checkpoint, read_metadata
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from groupwise.workloads.controller.model.knobs import KnobOptions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -87,3 +88,10 @@ def recipe() -> gw.Config:
 def without_blocks() -> gw.Config:
     """Its policy has no list of layers."""
     return fakes.recipe()
+
+
+def small_disk() -> gw.Config:
+    """The second rank cannot write files of more than 1,000 bytes: the system refuses, as on a full disk."""
+    if os.environ.get("RANK") == "1":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    return recipe()

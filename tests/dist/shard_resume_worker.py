@@ -20,7 +20,8 @@ from torch.multiprocessing.spawn import start_processes
 import groupwise as gw
 from groupwise.dist.comm import disconnect, exit_now
 from groupwise.dist.sharding import full
-from groupwise.training.run_folder.checkpoint import restore, write_checkpoint
+from groupwise.training.run_folder.checkpoint import restore
+from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
 from groupwise.training.config import to_dict
 from groupwise.training.loop import train_step
 from groupwise.training.setup import Setup, set_up

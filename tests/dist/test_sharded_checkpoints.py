@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from processes import ENVIRONMENT
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
@@ -73,6 +75,15 @@ def test_whole_weights_are_read_from_the_parts(two_ranks, folder):
         assert read.keys() == expected.keys()
         for name, weight in expected.items():
             assert_close(read[name], weight, rtol=0, atol=1e-12)
+
+
+def test_torch_itself_reads_the_parts(two_ranks, folder):
+    checkpoint = folder / "checkpoints-2" / "step-000002"
+    ours = {f"policy/{name}": weight for name, weight in read_weights(checkpoint, ema=False)}
+    theirs = {name: torch.zeros_like(weight) for name, weight in ours.items()}
+    state_dict_loader.load(theirs, storage_reader=HuggingFaceStorageReader(path=str(checkpoint)), no_dist=True)
+    assert len(ours) > 10
+    assert all(torch.equal(theirs[name], weight) for name, weight in ours.items())
 
 
 def test_a_missing_or_changed_part_is_refused(two_ranks, folder, tmp_path):

@@ -49,6 +49,20 @@ def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
+def test_a_rank_that_cannot_write_its_part_ends_the_run_on_all_ranks(tmp_path):
+    full = [*TRAIN[:3], "dist.shard_fakes:small_disk", *TRAIN[4:], "--run-dir", tmp_path / "run"]
+    ended = on_ranks(2, full)
+    assert ended.stderr.count("exitcode  : 2") == 2, ended.stderr[-3000:]
+    part = ".writing-step-000002/shard-00002-model-00001-of-00001.safetensors cannot be used: File too large"
+    assert ended.stderr.count(part) == 2
+    assert not list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    resumed = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "run", "--resume"])
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert len(parts_of(tmp_path / "run")) == 2
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_a_sharded_checkpoint_is_exported_as_a_model_that_transformers_loads(tmp_path):
     resume(tmp_path / "steps", "2-1")
     run = tmp_path / "run"

@@ -17,8 +17,7 @@ from torch.testing import assert_close
 from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.io.files import read_jsonl
 from groupwise.memory.recovery import Recovery
-from groupwise.training.run_folder.checkpoint import read_metadata
-from groupwise.workloads.checkpoint_files import checkpoint_errors
+from groupwise.workloads.checkpoint_files import checkpoint_errors, read_metadata
 
 HUNGRY = Path(__file__).parent / "hungry.py"
 STAGES = ("rollout", "rewards", "reward function", "forward", "backward")

@@ -15,8 +15,9 @@ from groupwise.core.io.files import read_jsonl
 from groupwise.training.config import differing_fields, from_dict, memory_settings, to_dict
 from groupwise.training.evaluate import evaluate
 from groupwise.training.run import set_up
-from groupwise.training.run_folder.checkpoint import read_metadata, restore
+from groupwise.training.run_folder.checkpoint import restore
 from groupwise.training.run_folder.folder import RunFolder
+from groupwise.workloads.checkpoint_files import read_metadata
 
 TIMES = ("rollout_s", "reward_s", "update_s", "memory_bytes")
 

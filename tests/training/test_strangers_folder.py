@@ -16,8 +16,7 @@ from hypothesis import given, settings
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint
-from groupwise.workloads.checkpoint_files import checkpoint_errors, metadata_hash
+from groupwise.workloads.checkpoint_files import checkpoint_errors, metadata_hash, newest_valid_checkpoint
 
 SOURCES = Path(__file__).parents[2] / "src"
 RESUME = ("train", "fakes:recipe", "--run-dir", "RUN", "--resume", "--steps", "4")
@@ -312,7 +311,8 @@ def test_settings_of_any_type_are_taken_or_refused(field, value):
 
 def test_a_fresh_state_has_no_moments_and_resumes(tmp_path):
     from groupwise.training.config import OptimizerConfig
-    from groupwise.training.run_folder.checkpoint import restore, write_checkpoint
+    from groupwise.training.run_folder.checkpoint import restore
+    from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
     from groupwise.training.state import create_state
 
     written, resumed = (create_state(torch.nn.Linear(2, 2), OptimizerConfig()) for _ in range(2))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import re
@@ -12,7 +11,7 @@ from importlib import import_module
 
 from groupwise import __version__
 from groupwise.cli.arguments import ArgumentError, print_json
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, path_error_message
 
 COMMANDS = {
     "train": "train a recipe, with live progress and memory; can be resumed",
@@ -38,25 +37,6 @@ PLACEMENT_ALIASES = {
     "group_distributed": "spread",
     "k_repeat": "shuffled",
 }
-_NO_BUGS = {
-    getattr(errno, name)
-    for name in [
-        "ENAMETOOLONG",
-        "EACCES",
-        "EPERM",
-        "ENOSPC",
-        "EDQUOT",
-        "EROFS",
-        "EIO",
-        "EFBIG",
-        "ELOOP",
-        "EISDIR",
-        "ENOTDIR",
-    ]
-    if hasattr(errno, name)
-}
-"""Errors of the operating system about paths, rights and disks, which a user can mend."""
-_DISK_FAULTS = (errno.ENOSPC, errno.EIO, errno.EFBIG)
 _FLAG_OF_ALIAS = {alias: flag for flag, aliases in ALIASES.items() for alias in aliases}
 
 HELP = f"""\
@@ -148,10 +128,7 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
 
 def _message_for_user(error: Exception) -> str | None:
     """What the user can do about an error; None for a bug, whose traceback is shown."""
-    if isinstance(error, OSError) and error.errno in _NO_BUGS and error.filename is not None:
-        remedy = " What was complete is kept; --resume continues." if error.errno in _DISK_FAULTS else ""
-        return f"{error.filename} cannot be used: {error.strerror}.{remedy}"
-    return str(error) if isinstance(error, UserError) else None
+    return path_error_message(error) or (str(error) if isinstance(error, UserError) else None)
 
 
 def _refuse(message: str, as_json: bool, *, code: int = 2) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from typing import Any
 
 _CHECKED_TYPES = {
@@ -13,6 +14,25 @@ _CHECKED_TYPES = {
     "str": (str,),
 }
 
+_PATH_FAULTS = {
+    getattr(errno, name)
+    for name in [
+        "ENAMETOOLONG",
+        "EACCES",
+        "EPERM",
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EIO",
+        "EFBIG",
+        "ELOOP",
+        "EISDIR",
+        "ENOTDIR",
+    ]
+    if hasattr(errno, name)
+}
+"""Errors of the operating system about paths, rights and disks, which a user can mend."""
+_DISK_FAULTS = (errno.ENOSPC, errno.EIO, errno.EFBIG)
 _OOM_MESSAGES = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "alloc_failed")
 """Parts of the messages of failed allocations in torch, its libraries and the operating system."""
 
@@ -39,6 +59,14 @@ def is_out_of_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def path_error_message(error: BaseException) -> str | None:
+    """What the operating system says about a path or a disk, as a sentence; None for any other error."""
+    if not isinstance(error, OSError) or error.errno not in _PATH_FAULTS or error.filename is None:
+        return None
+    remedy = " What was complete is kept; --resume continues." if error.errno in _DISK_FAULTS else ""
+    return f"{error.filename} cannot be used: {error.strerror}.{remedy}"
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -1,48 +1,78 @@
-"""Sharded tensors in safetensors files, a part from each rank, by torch.distributed.checkpoint; read on any number of
-ranks. Who reads them must first check that no part is missing: torch loads what is there and leaves the rest.
+"""Which rows of a sharded tensor a rank writes into its file of a checkpoint, and which it reads, on any number of ranks.
+
+Files are in the format of torch.distributed.checkpoint's safetensors storage.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch import distributed as dist
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from groupwise.core.io.files import sync_folder
-
-
-def save_parts(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, str]:
-    """Write this rank's parts, and one copy of what is not sharded. The hashes of this rank's files, by name.
-
-    A collective: the folder must be empty, and one that all ranks see.
-    """
-    writer = HuggingFaceStorageWriter(path=str(folder), save_distributed=True)
-    state_dict_saver.save({name: tensor.detach() for name, tensor in tensors.items()}, storage_writer=writer)
-    own = folder.glob(f"shard-{dist.get_rank() + 1:05d}-*.safetensors")
-    return {path.name: _sync_and_hash(path) for path in own}
+from groupwise.core.io.tensor_files import TensorFiles
+from groupwise.dist.sharding import local
 
 
-def load_parts(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Fill the tensors, sharded or whole, from the parts. A collective where several ranks run."""
-    state_dict_loader.load(dict(tensors), storage_reader=HuggingFaceStorageReader(path=str(folder)))
+@dataclass(frozen=True)
+class HostCopy:
+    """Tensors in host memory of their own: training may change what they were copied from."""
+
+    tensors: Mapping[str, Tensor]
+    offsets: Mapping[str, list[int]] | None = None
+    """Where each begins within its whole tensor; None for whole tensors."""
 
 
-def shapes_in_parts(folder: Path) -> dict[str, torch.Size]:
-    """The shapes of the whole tensors, by name."""
-    metadata = HuggingFaceStorageReader(path=str(folder)).read_metadata().state_dict_metadata
-    return {name: torch.Size(entry.size) for name, entry in metadata.items() if hasattr(entry, "size")}
+def copy_to_host(tensors: Mapping[str, Tensor]) -> HostCopy:
+    """Of whole tensors."""
+    return HostCopy({name: _copy(tensor) for name, tensor in tensors.items()})
 
 
-def _sync_and_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    sync_folder(path.parent)
-    return digest
+def copy_part_to_host(tensors: Mapping[str, Tensor], *, is_main: bool) -> HostCopy:
+    """This rank's rows of sharded tensors, where it is in the first copy of them; the first rank also those of others."""
+    own: dict[str, Tensor] = {}
+    offsets: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        rows = rows_of(tensor)
+        if (rows is None and is_main) or (rows is not None and (rows.stop > rows.start) and _is_first_copy(tensor)):
+            own[name] = _copy(tensor)
+            offsets[name] = [rows.start if rows else 0, *[0] * (tensor.ndim - 1)][: tensor.ndim]
+    return HostCopy(own, offsets)
+
+
+def part_name(rank: int) -> str:
+    """The file of one rank."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
+def rows_of(tensor: Tensor) -> slice | None:
+    """Rows of the whole tensor that are this rank's part; None for a tensor that is not sharded."""
+    if not isinstance(tensor, DTensor):
+        return None
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert tuple(shape[1:]) == tuple(tensor.shape[1:]), "sharded by rows"
+    return slice(offset[0], offset[0] + shape[0])
+
+
+@torch.no_grad()
+def read_into(target: Tensor, files: TensorFiles, name: str) -> None:
+    """Fill a tensor, or this rank's part of it, from the same rows in files."""
+    local(target).copy_(files.read(name, rows_of(target)))
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local(tensor.detach()).to("cpu", copy=True).contiguous()
+
+
+def _is_first_copy(tensor: Tensor) -> bool:
+    """False on the ranks of other nodes that hold the same rows."""
+    assert isinstance(tensor, DTensor)
+    coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
+    return all(
+        index == 0
+        for index, placement in zip(coordinate, tensor.placements, strict=True)
+        if placement.is_replicate()
+    )

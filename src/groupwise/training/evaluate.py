@@ -13,10 +13,11 @@ from groupwise.core.errors import UserError
 from groupwise.dist.comm import connect
 from groupwise.dist.sharding import rollout_weights
 from groupwise.training.config import Config
-from groupwise.training.run_folder.checkpoint import check_same_files, newest_valid_checkpoint, read_metadata, restore
+from groupwise.training.run_folder.checkpoint import check_same_files, restore
 from groupwise.training.run_folder.folder import RunFolder
 from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.base import EvaluationReport
+from groupwise.workloads.checkpoint_files import newest_valid_checkpoint, read_metadata
 
 
 @dataclass(frozen=True)

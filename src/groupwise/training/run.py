@@ -29,13 +29,12 @@ from groupwise.training.run_folder.abrupt_end import explain_abrupt_end
 from groupwise.training.run_folder.checkpoint import (
     check_same_config,
     check_same_files,
-    newest_valid_checkpoint,
-    read_metadata,
     restore,
-    write_checkpoint,
 )
+from groupwise.training.run_folder.checkpoint_writer import CheckpointWriter, write_checkpoint
 from groupwise.training.run_folder.folder import METRICS, RunFolder, reward_of
 from groupwise.training.setup import Setup, describe_sharding, ignore_warning, set_up
+from groupwise.workloads.checkpoint_files import newest_valid_checkpoint, read_metadata
 
 _SAME_REQUEST_S = 5.0
 
@@ -178,12 +177,14 @@ def _train(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> bool:
         with handle_stop_signals(display.print) as stop_requested:
             for step in training_steps(setup):
                 log.record(step)
+                log.check_writer()
                 stopping = setup.comm.any(stop_requested())
                 if config.run.eval_every and state.step % config.run.eval_every == 0:
                     log.evaluate(f"step {state.step}")
                 if stopping or state.step % config.run.checkpoint_every == 0 or state.step == config.steps:
                     log.save()
                 if stopping:
+                    log.wait_for_checkpoint()
                     display.print(f"Stopped after step {state.step}; checkpoint written. Continue with --resume.")
                     return True
             log.evaluate("after")
@@ -195,7 +196,7 @@ def _train(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> bool:
 class StepLog:
     """Everything that is written about the steps: logs, trackers, display, evaluations and checkpoints.
 
-    When a step fails, the complete steps before it are saved.
+    When a step fails, the complete steps before it are saved. Checkpoints are written beside the steps that follow.
     """
 
     def __init__(self, setup: Setup, folder: RunFolder, display: ProgressDisplay):
@@ -203,6 +204,12 @@ class StepLog:
         self._trackers = Trackers(setup.config.run.trackers, folder.path, to_dict(setup.config))
         self._complete_step, self._complete_updates = setup.state.step, setup.state.updates
         self._last_step: StepResult | None = None
+        self._writer = CheckpointWriter(
+            folder.checkpoints,
+            setup.comm,
+            keep=setup.config.run.keep_checkpoints,
+            sync_logs=folder.sync_logs,
+        )
 
     def __enter__(self) -> Self:
         self._setup.comm.heartbeat.save = self._save_when_stuck
@@ -212,8 +219,12 @@ class StepLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if isinstance(error, Exception):
+            if error is None:
+                self._writer.wait()
+            elif isinstance(error, Exception):
                 self._save_complete_steps(error)
+            else:
+                self._writer.stop()
         finally:
             self._setup.comm.heartbeat.save = None
             self._trackers.close()
@@ -247,30 +258,44 @@ class StepLog:
         self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, self._setup.state.step)
 
     def save(self) -> None:
+        """Copy the state; it is written meanwhile, once the checkpoint before it is."""
         self._setup.comm.heartbeat.begin(f"step {self._setup.state.step}, checkpoint")
-        self._write_checkpoint()
-        self._setup.comm.barrier()
+        self._writer.start(self._setup.state, **self._checkpoint_content())
+
+    def check_writer(self) -> None:
+        """Raise what a checkpoint that is being written has failed with."""
+        self._writer.poll()
+
+    def wait_for_checkpoint(self) -> None:
+        self._writer.wait()
 
     def _save_complete_steps(self, error: Exception) -> None:
-        state = self._setup.state
-        if self._setup.comm.is_main:
+        state, comm = self._setup.state, self._setup.comm
+        if comm.is_main:
             with suppress(OSError):  # a full disk must not hide what ended the run
                 self._folder.write_traceback(error)
             if isinstance(error, NonfiniteError):
                 self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
-        if isinstance(error, OSError):
+        together = is_sharded(state.policy) and is_on_all_ranks(error)
+        if not together:  # other ranks may not have failed
+            self._writer.end_alone()
+        if isinstance(error, OSError) or self._writer.failed:
             return  # the disk refuses what this would write
         if not self._is_complete():
-            self._setup.comm.heartbeat.saved = "It was lost in the middle of an update, which nobody can save."
-        elif not self._can_write_alone(error):
-            self._setup.comm.heartbeat.saved = (
+            comm.heartbeat.saved = "It was lost in the middle of an update, which nobody can save."
+        elif together:
+            self.save()
+            self._writer.wait()
+            comm.heartbeat.saved = f"Step {state.step} is saved."
+        elif is_sharded(state.policy):
+            comm.heartbeat.saved = (
                 "The run is sharded and no rank has the whole state, so the steps since the newest checkpoint are lost."
             )
-        elif self._setup.comm.is_main:
-            self._write_checkpoint()  # without a barrier: other ranks may not have failed
-            self._setup.comm.heartbeat.saved = f"Step {state.step} is saved."
-        elif is_lost_rank(error) and 0 in self._setup.comm.heartbeat.lost_ranks():
-            self._setup.comm.heartbeat.saved = self._save_for_first_rank()
+        elif comm.is_main:
+            self._write_alone()
+            comm.heartbeat.saved = f"Step {state.step} is saved."
+        elif is_lost_rank(error) and 0 in comm.heartbeat.lost_ranks():
+            comm.heartbeat.saved = self._save_for_first_rank()
 
     def _is_complete(self) -> bool:
         """Whether the state is that after a step which is in the log."""
@@ -287,7 +312,7 @@ class StepLog:
                 return "Rank 0 still holds the folder, or another rank saves: look there for the newest checkpoint."
             self._folder.rewind(last.step)
             self._append(last)
-            self._write_checkpoint(alone=True)
+            self._write_alone()
         return f"Rank {self._setup.comm.rank} has saved step {self._setup.state.step} in its place."
 
     def _save_when_stuck(self) -> str:
@@ -296,27 +321,20 @@ class StepLog:
             return "Rank 0 saves the complete steps."
         if not self._is_complete() or is_sharded(self._setup.state.policy):
             return "The newest checkpoint is what is left."
-        self._write_checkpoint()
+        self._writer.end_alone()
+        self._write_alone()
         return f"Step {self._setup.state.step} is saved."
 
-    def _can_write_alone(self, error: Exception) -> bool:
-        """Parts of a sharded state are written by all ranks, so only after an error that all of them have."""
-        return not is_sharded(self._setup.state.policy) or is_on_all_ranks(error)
+    def _write_alone(self) -> None:
+        """The whole state, by this rank, without asking others."""
+        self._folder.sync_logs()
+        keep = self._setup.config.run.keep_checkpoints
+        write_checkpoint(self._folder.checkpoints, self._setup.state, keep=keep, **self._checkpoint_content())
 
-    def _write_checkpoint(self, *, alone: bool = False) -> None:
+    def _checkpoint_content(self) -> dict[str, Any]:
         setup = self._setup
-        if setup.comm.is_main or alone:
-            self._folder.sync_logs()
-        if setup.comm.is_main or alone or is_sharded(setup.state.policy):
-            write_checkpoint(
-                self._folder.checkpoints,
-                setup.state,
-                config=to_dict(setup.config),
-                ranks=setup.comm.ranks,
-                comm=setup.comm,
-                keep=setup.config.run.keep_checkpoints,
-                files=setup.workload.checkpoint_files(),
-            )
+        files = setup.workload.checkpoint_files()
+        return {"config": to_dict(setup.config), "ranks": setup.comm.ranks, "files": files}
 
 
 @contextmanager

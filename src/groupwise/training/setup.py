@@ -22,10 +22,10 @@ from groupwise.memory.sharding import Sharding
 from groupwise.memory.stages import StepSpec
 from groupwise.training.config import Config
 from groupwise.training.nonfinite import NonfinitePolicy
-from groupwise.training.run_folder.checkpoint import read_metadata
 from groupwise.training.state import State, create_state
 from groupwise.training.work import WorkTimer
 from groupwise.workloads.base import Workload, WorkloadConfig
+from groupwise.workloads.checkpoint_files import read_metadata
 
 Warn = Callable[[str], None]
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +18,14 @@ from groupwise.core.io.files import open_regular, read_json
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from groupwise.core.io.tensor_files import TensorFiles
+
 METADATA_FILE = "checkpoint.json"
-WEIGHTS, EMA_WEIGHTS = "policy.safetensors", "ema.safetensors"
+WEIGHTS, EMA_WEIGHTS, OPTIMIZER = "policy.safetensors", "ema.safetensors", "optimizer.safetensors"
+TRAINED, AVERAGED, MOMENTS = "policy/", "ema/", "optimizer/"
+"""What the names of the tensors of each begin with, in `open_tensors` and in the parts of a sharded run."""
 PART = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-"""A file that one rank of a sharded run has written: tensors called policy/NAME, ema/NAME and optimizer/NAME.FIELD."""
+"""A file that one rank of a sharded run has written."""
 _NAME = re.compile(r"step-([0-9]{1,15})")
 _LARGEST_COUNT = 2**53
 
@@ -138,48 +141,27 @@ def is_in_parts(path: Path) -> bool:
     return any(PART.fullmatch(entry.name) for entry in path.iterdir())
 
 
+def open_tensors(path: Path) -> TensorFiles:
+    """All tensors of a checkpoint, as policy/NAME, ema/NAME and optimizer/NAME.FIELD, in whole files or in parts."""
+    from groupwise.core.io.tensor_files import TensorFiles
+
+    if is_in_parts(path):
+        return TensorFiles((entry, "") for entry in sorted(path.iterdir()) if PART.fullmatch(entry.name))
+    prefixes = {WEIGHTS: TRAINED, EMA_WEIGHTS: AVERAGED, OPTIMIZER: MOMENTS}
+    return TensorFiles((path / name, prefix) for name, prefix in prefixes.items() if (path / name).is_file())
+
+
 def has_ema(path: Path) -> bool:
     """Whether a checkpoint holds averaged weights."""
-    if not is_in_parts(path):
-        return (path / EMA_WEIGHTS).is_file()
-    return next(_whole_tensors(path, "ema/"), None) is not None
+    return any(name.startswith(AVERAGED) for name in open_tensors(path))
 
 
 def read_weights(path: Path, *, ema: bool) -> Iterator[tuple[str, Tensor]]:
     """The trained weights (or their average) and buffers of a checkpoint, by name: one whole tensor at a time."""
-    if is_in_parts(path):
-        yield from _whole_tensors(path, "ema/" if ema else "policy/")
-        return
-    from safetensors import safe_open
-
-    with safe_open(path / (EMA_WEIGHTS if ema else WEIGHTS), framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - a file is no dict
-            yield name, file.get_tensor(name)
-
-
-def _whole_tensors(path: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Tensors with this prefix, without it, put together from the parts."""
-    from safetensors import safe_open
-
-    with ExitStack() as stack:
-        parts: dict[str, list[tuple[Any, list[int]]]] = {}
-        for entry in sorted(entry for entry in path.iterdir() if PART.fullmatch(entry.name)):
-            file = stack.enter_context(safe_open(entry, framework="pt"))
-            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118 - a file is no dict
-                if name.startswith(prefix):
-                    parts.setdefault(name, []).append((file, offsets[name]["saved_offsets"]))
-        for name, pieces in parts.items():
-            yield name.removeprefix(prefix), _join([(file.get_tensor(name), offset) for file, offset in pieces])
-
-
-def _join(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
-    """A whole tensor from its pieces and their offsets."""
-    first, axes = pieces[0][0], range(pieces[0][0].ndim)
-    whole = first.new_empty([max(offset[axis] + piece.shape[axis] for piece, offset in pieces) for axis in axes])
-    for piece, offset in pieces:
-        whole[tuple(slice(offset[axis], offset[axis] + piece.shape[axis]) for axis in axes)] = piece
-    return whole
+    files, prefix = open_tensors(path), AVERAGED if ema else TRAINED
+    for name in files:
+        if name.startswith(prefix):
+            yield name.removeprefix(prefix), files.read(name)
 
 
 def _hash(path: Path) -> str | None:

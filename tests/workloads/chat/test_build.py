@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.training.run import set_up
-from groupwise.training.run_folder.checkpoint import newest_valid_checkpoint, restore
+from groupwise.training.run_folder.checkpoint import restore
 from groupwise.workloads.chat.build import export
 from groupwise.workloads.chat.config import PolicyConfig
+from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 
 
 @pytest.mark.parametrize(("lora_rank", "ema_decay"), [(None, None), (2, None), (None, 0.5)])

@@ -12,7 +12,7 @@ import math
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,10 @@ def write_atomic(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_synced(path: Path, content: bytes) -> None:
-    """Write a new file and wait until the disk has it."""
+def write_synced(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
+    """Write a new file, at once or in pieces, and wait until the disk has it."""
     with _named_errors(path), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
-        file.write(content)
+        file.writelines([content] if isinstance(content, bytes) else content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -65,7 +65,7 @@ def sync_folder(folder: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Wait until the disk has what was appended to a file, if there is one."""
-    if path.exists():
+    with suppress(FileNotFoundError):
         _sync(path)
 
 
