@@ -52,6 +52,7 @@ IMAGES = {
         "axes_dims_rope": (8, 28, 28),
     },
 }
+IMAGES["sd3.5-medium"] = {**IMAGES["sd3"], "dual_attention_layers": (0,)}
 IMAGE_SIZES = {"num_layers": 2, "num_attention_heads": 8, "attention_head_dim": 64, "joint_attention_dim": 32}
 
 

@@ -29,10 +29,13 @@ class TokenBytes:
     """At the peak of a pass without gradients."""
 
 
-DOUBLE, SINGLE = "double", "single"
+DOUBLE, SINGLE, DUAL = "double", "single", "dual"
+"""Dual blocks are double ones with a second attention of the image alone (Stable Diffusion 3.5 medium)."""
 _TRACED = {
     ("sd3", DOUBLE, 2): TokenBytes(45.0, 7.9, 56.1, 25.3),
     ("sd3", DOUBLE, 4): TokenBytes(54.7, 19.1, 77.0, 45.0),
+    ("sd3", DUAL, 2): TokenBytes(81.0, 7.9, 95.1, 32.6),
+    ("sd3", DUAL, 4): TokenBytes(82.3, 19.1, 108.4, 52.8),
     ("flux", DOUBLE, 2): TokenBytes(39.3, 13.3, 53.3, 27.6),
     ("flux", DOUBLE, 4): TokenBytes(51.2, 27.1, 78.2, 46.1),
     ("flux", SINGLE, 2): TokenBytes(37.6, 20.2, 67.2, 35.6),
@@ -65,7 +68,7 @@ class ImageArchitecture:
     """Of the pooled text embedding; 0 without one."""
     has_guidance: bool = False
     dual_attention_blocks: int = 0
-    """Double blocks with a second attention of the image alone (Stable Diffusion 3.5 medium)."""
+    """Those of the double blocks that are dual ones."""
     has_qk_norm: bool = True
     patch: int = 2
     """Pixels of a latent that make a token, along each side."""
@@ -137,10 +140,9 @@ class ImageArchitecture:
         return (height // self.patch) * (width // self.patch) + text_tokens
 
     def saved_bytes(self, part: str, number: int, rank: int) -> int:
-        adapters = 4 * rank * (4 * self.double_blocks + 3 * self.single_blocks) if part == "lora" else 0
-        traced = self._traced(part, number)
-        of_width = self.double_blocks * traced[DOUBLE].saved
-        of_width += self.single_blocks * traced[SINGLE].saved if self.single_blocks else 0
+        layers = 4 * (self.double_blocks + self.dual_attention_blocks) + 3 * self.single_blocks
+        adapters = 4 * rank * layers if part == "lora" else 0
+        of_width = sum(self._blocks[kind] * traced.saved for kind, traced in self._traced(part, number).items())
         return int(of_width * self.width) + adapters
 
     def backward_bytes(self, part: str, number: int) -> int:
@@ -164,15 +166,18 @@ class ImageArchitecture:
 
     def _traced(self, part: str, number: int) -> dict[str, TokenBytes]:
         assert part == "lora"
-        return {kind: _TRACED[self.model, kind, number] for kind in self._kinds}
+        return {kind: _TRACED[self.model, kind, number] for kind in self._blocks}
 
     @property
-    def _kinds(self) -> tuple[str, ...]:
-        return (DOUBLE, SINGLE) if self.single_blocks else (DOUBLE,)
+    def _blocks(self) -> dict[str, int]:
+        """How many there are of each kind."""
+        dual = self.dual_attention_blocks
+        counts = {DOUBLE: self.double_blocks - dual, SINGLE: self.single_blocks, DUAL: dual}
+        return {kind: count for kind, count in counts.items() if count}
 
     def require_known(self, part: str, number: int) -> None:
         """Refuse what was not traced."""
-        if part != "lora" or any((self.model, kind, number) not in _TRACED for kind in self._kinds):
+        if part != "lora" or any((self.model, kind, number) not in _TRACED for kind in self._blocks):
             raise UserError(
                 f"workload.train.part is '{part}': the plan of this image model knows 'lora' alone. `groupwise plan"
                 " RECIPE --probe` measures a real step."
