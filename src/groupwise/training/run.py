@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from groupwise.core.errors import UserError
 from groupwise.dist.comm import Comm, connect, is_on_all_ranks
+from groupwise.dist.devices import is_lost
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.sharding import is_sharded
 from groupwise.dist.trackers import Trackers
@@ -70,7 +71,7 @@ class RunSummary:
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
     start, comm = time.perf_counter(), connect(config.run.device, timeout_s=config.run.rank_timeout_s)
-    with comm.heartbeat.explain_lost_rank():
+    with comm.heartbeat.explain_lost_rank(), comm.explain_lost_device():
         return _train_on_ranks(config, comm, start)
 
 
@@ -88,7 +89,7 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
         if setup.comm.is_main:
             folder.lock(resume=config.run.resume)
     try:
-        with display, stop_with_launcher():
+        with display, stop_with_launcher(), setup.comm.explain_lost_device():
             _resume(setup, folder, display)
             _preflight(setup, display)
             interrupted = _train(setup, folder, display)
@@ -99,9 +100,10 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
 
 def check(config: Config) -> tuple[list[Check], bool]:
     """Preflight alone, nothing written; and whether this is the rank that prints."""
-    display = ProgressDisplay(config, silent=not connect(config.run.device).is_main)
-    setup = set_up(config, warn=display.warn)
-    return preflight(setup), setup.comm.is_main
+    comm = connect(config.run.device)
+    display = ProgressDisplay(config, silent=not comm.is_main)
+    with comm.explain_lost_device():
+        return preflight(set_up(config, warn=display.warn)), comm.is_main
 
 
 def run_dir(config: Config) -> Path:
@@ -241,8 +243,8 @@ class StepLog:
                 self._folder.write_traceback(error)
             if isinstance(error, NonfiniteError):
                 self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
-        if isinstance(error, OSError):
-            return  # the disk refuses what this would write
+        if isinstance(error, OSError) or is_lost(self._setup.comm.device):
+            return  # the disk refuses what this would write, or the weights cannot be read any more
         if state.step and state.updates == self._complete_updates and self._can_write_alone(error):
             self._write_checkpoint()  # without a barrier: other ranks may not have failed
 
