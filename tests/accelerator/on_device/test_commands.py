@@ -65,7 +65,7 @@ def test_a_run_that_was_killed_is_resumed_bit_identically_evaluated_and_exported
 
 def check_serving(model: gw.AdaptiveModel, device: torch.device) -> None:
     """An answer of the loaded controller is the one that the frozen model gives on the CPU with the same knobs."""
-    assert model.loaded.model.device.type == model.policy.budget_device.type == device.type
+    assert model.loaded.model.device.type == next(model.policy.parameters()).device.type == device.type
     pixels = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
     image, question = Image.fromarray(pixels), "which digit is largest?"
     assert model.estimate(image, question).total_ms > 0
