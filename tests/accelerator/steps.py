@@ -28,6 +28,10 @@ def small_recipe(name: str, *, steps: int = 2, device: str | None = None) -> gw.
     if name == "chat":
         evaluation = ChatEvalConfig(num_prompts=4, samples_per_prompt=2, report_samples_per_prompt=2)
         return replace(config, workload=replace(config.workload, eval=evaluation))
+    if name == "flow":
+        return replace(config, workload=replace(config.workload, scenes=64, held_out_scenes=4, final_scenes=4))
+    if name == "flow-image":
+        return replace(config, workload=replace(config.workload, images_per_prompt=2, held_out_images_per_prompt=1))
     if name == "controller":  # no profile of this machine, which takes long
         few = {"mosaics": 24, "held_out_mosaics": 1, "estimator": "proportional"}
         return replace(config, workload=replace(config.workload, **few))

@@ -1,4 +1,4 @@
-"""UserError, which the command line shows as a paragraph without a traceback; OutOfMemoryError; checks of settings."""
+"""UserError, which the command line shows as a paragraph without a traceback, and its kinds; checks of settings."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ class UserError(ValueError):
 
 class OutOfMemoryError(UserError):
     """A rank ran out of memory. Raised on all ranks, so that all of them retry with smaller batches."""
+
+
+class DeviceLostError(UserError):
+    """The device of a rank has failed and does not answer any more. Raised on all ranks."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
+from groupwise.core.errors import DeviceLostError, OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.core.io.user_code import contain_exits, exit_process
-from groupwise.dist.devices import choose_device
+from groupwise.dist.devices import choose_device, is_lost
 from groupwise.dist.heartbeat import Heartbeat
 from groupwise.dist.launcher import listen_on_loopback, was_restarted
 
@@ -84,8 +84,8 @@ class Comm:
     def fail_together(self, what: str) -> Iterator[None]:
         """When one rank fails in this block, all ranks raise the same error, so that none is left waiting.
 
-        Any exception of a user's code becomes a `UserError` that names its line; running out of memory on some rank,
-        without another failure, becomes an `OutOfMemoryError`.
+        Any exception of a user's code becomes a `UserError` that names its line, a device that has failed a
+        `DeviceLostError`; running out of memory on some rank, without another failure, an `OutOfMemoryError`.
         """
         error: Exception | None = None
         try:
@@ -96,6 +96,26 @@ class Comm:
         failures = self._collect_failures(error, what)
         if failures:
             _raise_together(failures, error, self.ranks)
+
+    @contextmanager
+    def explain_lost_device(self) -> Iterator[None]:
+        """The same for what is outside of `fail_together`, on this rank alone."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not is_lost(self.device):
+                raise
+            raise DeviceLostError(self._lost_device(error)) from error
+
+    def _lost_device(self, error: Exception) -> str:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        return (
+            f"The device {self.device} of rank {self.rank} has failed at {self.heartbeat.activity} and does not answer"
+            f" any more ({reason}). The checkpoints are complete: --resume continues from the newest one, in a new"
+            " process. If the same step fails again, try it with --device cpu, which names an index that is out of"
+            " range, the usual reason for a failed kernel; if not, look at the device (nvidia-smi, npu-smi info, the"
+            " system's log) and leave it out."
+        )
 
     def proceed(self) -> None:
         """Before a collective within `fail_together`: raise if a rank has failed and will not take part."""
@@ -120,8 +140,11 @@ class Comm:
             _release_frames(error)
             return self.gather_objects(own)
         if error is not None:
-            own = [_RankFailure(self.rank, _error_message(error, what), is_out_of_memory(error))]
-            if own[0].out_of_memory:
+            out_of_memory = is_out_of_memory(error)
+            lost = isinstance(error, RuntimeError) and not out_of_memory and is_lost(self.device)
+            message = self._lost_device(error) if lost else _error_message(error, what)
+            own = [_RankFailure(self.rank, message, out_of_memory, lost)]
+            if out_of_memory:
                 _release_frames(error)
         any_failed, _ = self._failed_or_least(failed=bool(own), request=None)
         return self.gather_objects(own) if any_failed else []
@@ -184,10 +207,14 @@ class _RankFailure:
     rank: int
     message: str
     out_of_memory: bool
+    device_lost: bool = False
 
 
 def _raise_together(failures: Sequence[_RankFailure], error: Exception | None, ranks: int) -> NoReturn:
-    """The first error that is not about memory, else the first out-of-memory error."""
+    """The first lost device, else the first error that is not about memory, else the first out-of-memory error."""
+    for failure in failures:
+        if failure.device_lost:
+            raise DeviceLostError(failure.message) from error
     for failure in failures:
         if not failure.out_of_memory:
             together = UserError(failure.message)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, is_out_of_memory
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -123,6 +123,19 @@ def _names_by_tensor(module: nn.Module) -> list[list[str]]:
     for name, tensor in tensors:
         names.setdefault(id(tensor), []).append(name)
     return [same for same in names.values() if len(same) > 1]
+
+
+def is_lost(device: torch.device) -> bool:
+    """Whether the device does not compute any more: after a failed kernel every further call of a process raises.
+
+    It is asked, since each type of device has other words for it in its errors.
+    """
+    if device.type == "cpu":
+        return False
+    try:
+        return torch.ones(1, device=device).add(1).item() != 2
+    except RuntimeError as error:
+        return not is_out_of_memory(error)
 
 
 def host_syncs(device: torch.device) -> int | None:

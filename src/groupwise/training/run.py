@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from groupwise.core.errors import UserError
 from groupwise.dist.comm import Comm, connect, is_on_all_ranks
+from groupwise.dist.devices import is_lost
 from groupwise.dist.heartbeat import is_lost_rank
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.dist.sharding import is_sharded
@@ -70,7 +71,7 @@ class RunSummary:
 def train(config: Config) -> RunSummary:
     """Train as the config says. The same call on one process and on many ranks."""
     start, comm = time.perf_counter(), connect(config.run.device, timeout_s=config.run.rank_timeout_s)
-    with comm.heartbeat.watch():
+    with comm.heartbeat.watch(), comm.explain_lost_device():
         return _train_on_ranks(config, comm, start)
 
 
@@ -88,7 +89,7 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
         if setup.comm.is_main:
             folder.lock(resume=config.run.resume)
     try:
-        with display, stop_with_launcher():
+        with display, stop_with_launcher(), setup.comm.explain_lost_device():
             _show_sharding(setup, display)
             _resume(setup, folder, display)
             _preflight(setup, display)
@@ -100,10 +101,12 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
 
 def check(config: Config) -> tuple[list[Check], bool]:
     """Preflight alone, nothing written; and whether this is the rank that prints."""
-    display = ProgressDisplay(config, silent=not connect(config.run.device).is_main)
-    setup = set_up(config, warn=display.warn)
-    _show_sharding(setup, display)
-    return preflight(setup), setup.comm.is_main
+    comm = connect(config.run.device)
+    display = ProgressDisplay(config, silent=not comm.is_main)
+    with comm.explain_lost_device():
+        setup = set_up(config, warn=display.warn)
+        _show_sharding(setup, display)
+        return preflight(setup), comm.is_main
 
 
 def _show_sharding(setup: Setup, display: ProgressDisplay) -> None:
@@ -279,8 +282,8 @@ class StepLog:
         together = is_sharded(state.policy) and is_on_all_ranks(error)
         if not together:  # other ranks may not have failed
             self._writer.end_alone()
-        if isinstance(error, OSError) or self._writer.failed:
-            return  # the disk refuses what this would write
+        if isinstance(error, OSError) or self._writer.failed or is_lost(comm.device):
+            return  # the disk refuses what this would write, or the weights cannot be read any more
         if not self._is_complete():
             comm.heartbeat.saved = "It was lost in the middle of an update, which nobody can save."
         elif together:

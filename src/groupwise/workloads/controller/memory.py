@@ -31,6 +31,10 @@ from groupwise.workloads.controller.model.molmoe.sizes import (
 )
 
 
+_PAIR_BYTES = 64
+"""Of a token and one of its experts, besides their products: seven indices of 8 bytes, the weight, the sorted copy."""
+
+
 @dataclass(frozen=True)
 class VisionTower:
     """A vision tower for crops of one size, and a projector of two layers."""
@@ -163,7 +167,11 @@ class ControllerMemory:
             "KV cache and states": int(rows * longest * kept_width) * number,
             "logits": rows * text.vocabulary * number,
         }
-        block = int(rows * longest * (self._ffn_peak(rows / questions) + state_and_kv)) * number
+        held = text.width if text.experts and not later_tokens else state_and_kv  # keys and values only for later tokens
+        per_token = (self._ffn_peak(rows / questions) + held) * number
+        if text.experts:
+            per_token += _PAIR_BYTES * self._mean_top_k(rows / questions)
+        block = int(rows * longest * per_token)
         encoded_crops = sum(self.crops.values()) - len(self.crops) + 1  # the overview once
         vision = encoded_crops * self.vision.activations * number
         # decoding copies the cache, with room for new tokens
@@ -174,7 +182,10 @@ class ControllerMemory:
         """Numbers per token at the peak of the feed-forward part or its experts."""
         text = self.text
         experts = self._mean_top_k(rows_per_question) if text.experts else 1
-        return experts * max(4 * text.ffn_dim, 3 * text.ffn_dim + text.width) + 2 * text.width
+        if not text.experts:
+            return max(4 * text.ffn_dim, 3 * text.ffn_dim + text.width) + 2 * text.width
+        # inputs and outputs of the first product, or its outputs and what is made of them
+        return experts * (2 * text.ffn_dim + max(text.ffn_dim, text.width)) + 2 * text.width
 
     def _mean_top_k(self, rows_per_question: float) -> float:
         """Over a question's rows, if no two share a path: at full top-k all insertion positions give the same path."""

@@ -26,6 +26,7 @@ from groupwise.workloads.controller.model.packing import (
     KeysValues,
     PackedRows,
     WorkCounter,
+    release_layouts,
     row_layout,
 )
 
@@ -173,6 +174,7 @@ class Executor:
         distinct = list(dict.fromkeys(targets))
         computed = self._start(requests, prefix)
         last_states = self._run_tree(computed, distinct, keep_keys_values=max_new_tokens > 1)
+        release_layouts()
         logits = self.adapter.logits(torch.cat([last_states[target] for target in distinct]))
         rows = [
             _decoding_sequence(computed, target, first_token)

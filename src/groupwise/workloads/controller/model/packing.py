@@ -94,17 +94,26 @@ class ExpertPairs:
         return flat if self.index is None else flat.index_select(0, self.index)
 
 
-# A layout of one row is small and comes again with the next request of its length; those of many rows are kept only
-# from block to block.
+# A layout of one row is small and comes again with the next request of its length; those of some rows are kept only
+# from block to block, and of those of a large batch, which take as much memory as its hidden states, only the last.
 _layout_of_one = lru_cache(maxsize=256)(RowLayout)
-_layout_of_many = lru_cache(maxsize=4)(RowLayout)
+_layout_of_some = lru_cache(maxsize=4)(RowLayout)
+_layout_of_batch = lru_cache(maxsize=1)(RowLayout)
+_BATCH_ROWS = 16
 
 
 def row_layout(
     lengths: tuple[int, ...], top_ks: tuple[int, ...], is_last_block: tuple[bool, ...] | None = None
 ) -> RowLayout:
-    cached = _layout_of_one if len(lengths) == 1 else _layout_of_many
+    cached = _layout_of_one if len(lengths) == 1 else _layout_of_some
+    if len(lengths) >= _BATCH_ROWS:
+        cached = _layout_of_batch
     return cached(lengths, top_ks, is_last_block or (False,) * len(lengths))
+
+
+def release_layouts() -> None:
+    """Forget the last batch's, once it is answered."""
+    _layout_of_batch.cache_clear()
 
 
 @dataclass(slots=True)
@@ -271,10 +280,16 @@ def per_row_top_k_experts(
         top_k_weights = rule.reduce(top_k_weights, pairs.kept)
     expert, order = pairs.select(top_k_index).sort(stable=True)
     ends = torch.searchsorted(expert, _arange(self.num_experts, hidden.device), right=True, out_int32=True)
-    rows = hidden.index_select(0, pairs.token.index_select(0, order))
     runs = _Runs(ends)
-    gate, up = _grouped_linear(rows, self.gate_up_proj, runs).chunk(2, dim=-1)
-    outputs = _grouped_linear(self.act_fn(gate).mul_(up), self.down_proj, runs)
+    # No more than two of the products' inputs and outputs are held at a time: they are the peak of a rollout.
+    inputs = hidden.index_select(0, pairs.token.index_select(0, order))
+    gate_and_up = _grouped_linear(inputs, self.gate_up_proj, runs)
+    del inputs
+    gate, up = gate_and_up.chunk(2, dim=-1)
+    activated = self.act_fn(gate).mul_(up)
+    del gate_and_up, gate, up
+    outputs = _grouped_linear(activated, self.down_proj, runs)
+    del activated
     # The weighted sum over each token's pairs: one pass, where a scatter would take three.
     rank = torch.empty_like(order).scatter_(0, order, pairs.arange)
     weights = pairs.select(top_k_weights).to(outputs.dtype)
