@@ -104,7 +104,7 @@ def move_module(module: ModuleT, device: torch.device | str) -> ModuleT:
     For devices that plugins add to torch, `Module.to` makes a new parameter for each place where a tied one is used:
     they would be trained apart.
     """
-    ties, count = _names_by_tensor(module), sum(1 for _ in module.parameters())
+    ties, count = names_by_tensor(module), sum(1 for _ in module.parameters())
     module.to(device)
     for first, *others in ties:
         owner, _, name = first.rpartition(".")
@@ -116,7 +116,7 @@ def move_module(module: ModuleT, device: torch.device | str) -> ModuleT:
     return module
 
 
-def _names_by_tensor(module: nn.Module) -> list[list[str]]:
+def names_by_tensor(module: nn.Module) -> list[list[str]]:
     """Names of each parameter and buffer that has more than one."""
     names: dict[int, list[str]] = {}
     tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]

@@ -47,12 +47,14 @@ def shard(
     rollout: Literal["whole", "blocks"] = "whole",
     ranks_per_shard: int | None = None,
     compute_dtype: torch.dtype | None = None,
+    load: Callable[[nn.Module], None] = lambda model: None,
 ) -> None:
     """Shard the policy in place, block by block; the rest of its weights are gathered together.
 
     `frozen`: models without gradients that are sharded too, each with its blocks. `rollout`: see `rollout_weights`.
     `ranks_per_shard`: so many ranks hold a whole copy together (those of a node), and gradients are summed between the
-    copies. `compute_dtype`: weights are gathered in it and kept, like gradients and moments, in their own.
+    copies. `compute_dtype`: weights are gathered in it and kept, like gradients and moments, in their own. `load` reads
+    the parts of weights that are still in files, of the policy or a frozen model.
     """
     _refuse_scalars(policy)
     _refuse_different_weights(policy, comm)
@@ -64,6 +66,7 @@ def shard(
         mixed = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=_gradient_dtype(model))
         for module in (*parts, model):
             fully_shard(module, mesh=mesh, mp_policy=mixed)
+        load(model)
         for sharded in _sharded_modules(model):
             _configure(sharded, comm, gathers)
         call_block(model, lambda: None)  # FSDP takes the module that runs first for the root
@@ -147,6 +150,18 @@ def rollout_weights(model: nn.Module) -> Iterator[None]:
             setattr(module, _WHOLE, False)
         reshard(model)
         _set_reshard_after_forward(model, keep_root=True)
+
+
+@contextmanager
+def root_gathered(model: nn.Module) -> Iterator[None]:
+    """Within it weights outside of blocks are whole, in whatever order parts of the model are called."""
+    _set_reshard_after_forward(model, keep_root=True)
+    _unshard_root(model)
+    try:
+        yield
+    finally:
+        reshard(model)
+        _set_reshard_after_forward(model, keep_root=any(weight.requires_grad for weight in model.parameters()))
 
 
 @contextmanager
@@ -287,7 +302,8 @@ def _refuse_scalars(policy: nn.Module) -> None:
 
 def _refuse_different_weights(policy: nn.Module, comm: Comm) -> None:
     """Each rank keeps its part of its own copy, so the copies must be equal."""
-    sums = [[weight.detach().double().sum(), weight.detach().abs().double().sum()] for weight in policy.parameters()]
+    weights = [weight.detach() for weight in policy.parameters() if not weight.is_meta]  # the others are in a file
+    sums = [[weight.double().sum(), weight.abs().double().sum()] for weight in weights]
     all_sums = comm.gather(torch.tensor([sums], dtype=torch.float64))
     if not torch.equal(all_sums, all_sums[:1].expand_as(all_sums)):
         raise UserError(

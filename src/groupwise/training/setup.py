@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -11,6 +12,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.placement import place
 from groupwise.core.shape import UNKNOWN_DATASET_SIZE, StepShape
 from groupwise.dist.comm import Comm, connect
+from groupwise.dist.deferred_weights import deferring_weights, load_deferred, weights_are_loaded
 from groupwise.dist.process import configure_process
 from groupwise.dist.sharding import blocks_of, is_sharded, ranks_per_node, rollout_mode, shard
 from groupwise.dist.trackers import check_installed
@@ -56,8 +58,11 @@ def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignor
     check_installed(config.run.trackers)
     config.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=comm.ranks)  # refused before a dataset is read
     base_bytes = used_bytes(comm.device)
-    workload = _build_workload(config, comm, checkpoint)
-    _shard_if_asked(config, comm, workload)
+    sharded = _is_to_be_sharded(config, comm)
+    with deferring_weights(sharded):
+        workload = _build_workload(config, comm, checkpoint)
+    if sharded:
+        _shard(config, comm, workload)
     state = create_state(workload.policy, config.optimizer)
     setup = _assemble(config, comm, workload, state, base_bytes, warn)
     for text in workload.reporter.start_warnings():
@@ -94,14 +99,18 @@ def _build_workload(config: Config, comm: Comm, checkpoint: Path | None) -> Work
     return workload
 
 
-def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
+def _is_to_be_sharded(config: Config, comm: Comm) -> bool:
     if config.shard == "none" or (config.shard == "auto" and _fits_unsharded(config, comm)):
-        return
+        return False
     if comm.ranks == 1:
         raise UserError(
             f"shard is '{config.shard}' and there is one rank, so there is nothing to share. Launch several with"
             " `torchrun --nproc-per-node N -m groupwise ...`, or leave --shard away."
         )
+    return True
+
+
+def _shard(config: Config, comm: Comm, workload: Workload) -> None:
     blocks, kind = workload.shard_blocks() or blocks_of(workload.policy), type(workload.policy).__name__
     if not blocks:
         raise UserError(
@@ -118,7 +127,10 @@ def _shard_if_asked(config: Config, comm: Comm, workload: Workload) -> None:
         rollout=_rollout_mode(config, comm, sharding),
         ranks_per_shard=sharding.ranks,
         compute_dtype=workload.shard_dtype(),
+        load=partial(load_deferred, device=comm.device),
     )
+    with comm.fail_together("Checking the loaded weights"):
+        weights_are_loaded(workload.policy)
 
 
 def _fits_unsharded(config: Config, comm: Comm) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from groupwise.core.errors import UserError
+from groupwise.dist.deferred_weights import stand_ins_for_deferred
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -27,7 +28,8 @@ def add_lora(model: Any, *, rank: int, alpha: float, targets: Sequence[str], see
     with torch.random.fork_rng(devices=[]):  # PEFT draws on the CPU
         torch.default_generator.manual_seed(seed)
         try:
-            model.add_adapter(config)
+            with stand_ins_for_deferred(model):  # or PEFT would give its new weights no memory either
+                model.add_adapter(config)
         except ValueError as error:
             raise UserError(
                 f"{setting} is {tuple(targets)}: no layer of {type(model).__name__} can get an adapter by these names."

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
+from transformers.initialization import no_init_weights
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.errors import UserError
+from groupwise.dist.deferred_weights import (
+    after_loading,
+    defer_weights,
+    defers_weights,
+    files_in,
+    is_deferred,
+    without_weights,
+)
 from groupwise.dist.devices import move_module
+from groupwise.dist.sharding import root_gathered
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.chat.engine.attention import AttentionLayout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
@@ -35,8 +48,12 @@ class LanguageModelPolicy(nn.Module):
         self._current_model = (model,)
         self._forwards: tuple[HiddenStatesFn, ...] = ()
         """The shared-prefix forward of the policy, and of its reference model if there is one."""
-        self.plain_reason = self._choose_forward()
+        self.plain_reason: str | None = None
         """Why prompts are not shared; None where they are."""
+        if is_deferred(model):
+            after_loading(self, self._set_forward)
+        else:
+            self._set_forward()
         self.ignores_padding: bool | None = None
         """Whether rows of the plain path may be padded on the left; None until it is tried."""
 
@@ -130,12 +147,16 @@ class LanguageModelPolicy(nn.Module):
             if isinstance(module, GradientCheckpointingLayer):
                 module.training = on
 
+    def _set_forward(self) -> None:
+        self.plain_reason = self._choose_forward()
+
     def _choose_forward(self) -> str | None:
         """Set up the shared-prefix forwards; where that is impossible, return the reason."""
         if self.config.forward == "plain":
             return "policy.forward is 'plain'"
         for model in (self.causal_lm, *([self.reference_model] if self.reference_model is not None else [])):
-            forward = shared_prefix_forward(model)
+            with root_gathered(self if model is self.model else model):
+                forward = shared_prefix_forward(model)
             if not isinstance(forward, str):
                 self._forwards = (*self._forwards, forward)
             elif self.config.forward == "shared_prefix":
@@ -151,6 +172,10 @@ class LanguageModelPolicy(nn.Module):
 def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> LanguageModelPolicy:
     """Load the model from a folder or the hub, ready to be sampled and trained."""
     source = _resolve_source(config.folder_or_name)
+    if defers_weights() and Path(source).is_dir():
+        deferred = _load_without_weights(Path(source), _weight_dtype(config))
+        if deferred is not None:
+            return make_policy(deferred, config)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model, info = load_from_hub(
         source,
@@ -170,6 +195,27 @@ def load_policy(config: PolicyConfig, device: torch.device | str = "cpu") -> Lan
             " random. Download all files of the model again."
         )
     return make_policy(move_module(model, device), config)
+
+
+def _load_without_weights(folder: Path, dtype: torch.dtype) -> Any:
+    """The model with its weights still in the folder's files; None where transformers would change them on loading."""
+    files = files_in(folder, "model")
+    settings = load_from_hub(
+        str(folder),
+        lambda: transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False),
+        called=f"policy.model is {str(folder)!r}, which",
+    )
+    if files is None or type(settings) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return None
+    with without_weights(), no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+    converted = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))
+    kept_in_float32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
+    if converted or (kept_in_float32 and dtype in (torch.bfloat16, torch.float16)) or not defer_weights(model, files):
+        return None
+    with suppress(OSError):  # a folder need not have one
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def make_policy(model: Any, config: PolicyConfig) -> LanguageModelPolicy:

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
+from groupwise.dist.deferred_weights import is_deferred
 
 POSE_DIM = 12
 
@@ -65,7 +66,7 @@ def add_camera_layers(transformer: WanTransformer3DModel) -> None:
         )
     width = transformer.config.num_attention_heads * transformer.config.attention_head_dim
     for block in transformer.blocks:
-        block.attn1.set_processor(CameraAttention(width).to(transformer.proj_out.weight.device))
+        block.attn1.set_processor(CameraAttention(width).to("cpu" if is_deferred(transformer) else transformer.device))
 
 
 def camera_weights(transformer: WanTransformer3DModel) -> dict[str, nn.Parameter]:

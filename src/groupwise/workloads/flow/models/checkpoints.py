@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from groupwise.core.errors import UserError
+from groupwise.dist.deferred_weights import defer_tensors
 from groupwise.workloads.checkpoint_files import WEIGHTS, is_in_parts
 from groupwise.workloads.checkpoint_files import read_weights as checkpoint_weights
 from groupwise.workloads.flow.models.camera_layers import camera_weights
@@ -111,7 +112,10 @@ def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:
                     f"'{name}' of {path} is {list(weight.shape)}, and the transformer's is {list(own[name].shape)}:"
                     " it was saved from a model of another size. Take the pipeline that it was trained on."
                 )
-            own[name].copy_(weight)
+            if own[name].is_meta:
+                defer_tensors(transformer, {name: weight})
+            else:
+                own[name].copy_(weight)
 
 
 def original_state(transformer: WanTransformer3DModel) -> dict[str, Tensor]:

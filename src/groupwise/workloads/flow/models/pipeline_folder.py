@@ -13,12 +13,14 @@ import diffusers
 import numpy as np
 import torch
 import transformers
+from diffusers.models.modeling_utils import no_init_weights
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
 from groupwise.data.file_hash import file_hash
+from groupwise.dist.deferred_weights import defer_weights, defers_weights, files_in, without_weights
 from groupwise.dist.devices import move_module
 from groupwise.workloads.flow.models.base import NEGATIVE_PREFIX, Conditioning
 from groupwise.workloads.flow.sampling.encoding_store import CachedEncoder, EncodingStore
@@ -53,9 +55,25 @@ def read_index(folder: Path) -> dict[str, Any]:
 def load_transformer(
     model_class: Any, folder: Path, dtype: str, device: torch.device, name: str = "transformer"
 ) -> Any:
-    """The transformer of a pipeline folder, on the device, in eval mode."""
+    """The transformer of a pipeline folder, on the device, in eval mode; deferred where weights are."""
+    deferred = _load_without_weights(model_class, folder / name, getattr(torch, dtype)) if defers_weights() else None
+    if deferred is not None:
+        return deferred.eval()
     transformer = model_class.from_pretrained(folder, subfolder=name, dtype=getattr(torch, dtype), use_safetensors=True)
     return move_module(transformer, device).eval()
+
+
+def _load_without_weights(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
+    """The transformer with its weights still in the folder's files; None where those are not all, by their names."""
+    files = files_in(folder, "diffusion_pytorch_model")
+    if files is None:
+        return None
+    with without_weights(), no_init_weights():
+        transformer = model_class.from_config(model_class.load_config(folder))
+    kept_in_float32 = {*(transformer._keep_in_fp32_modules or ())} if dtype.itemsize < 4 else set()
+    for name, weight in transformer.named_parameters():
+        weight.data = weight.data.to(torch.float32 if kept_in_float32 & {*name.split(".")} else dtype)
+    return transformer if defer_weights(transformer, files) else None
 
 
 def load_pipeline_without_transformer(

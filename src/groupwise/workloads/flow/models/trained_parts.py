@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.modeling_utils import ModelMixin
-from torch import nn
+from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
+from groupwise.dist.deferred_weights import after_loading, is_deferred
 from groupwise.dist.sharding import is_sharded, other_weights
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import camera_weights
@@ -63,9 +64,15 @@ class InitialWeights:
 
     def __init__(self, policy: nn.Module):
         self._policy = policy
-        self._initial = {
-            name: weight.detach().clone() for name, weight in policy.named_parameters() if weight.requires_grad
-        }
+        self._initial: dict[str, Tensor] = {}
+        if is_deferred(policy):
+            after_loading(policy, self._copy)
+        else:
+            self._copy()
+
+    def _copy(self) -> None:
+        trained = {name: weight for name, weight in self._policy.named_parameters() if weight.requires_grad}
+        self._initial |= {name: weight.detach().clone() for name, weight in trained.items()}
 
     @torch.no_grad()
     def swapped_in(self) -> AbstractContextManager[None]:
