@@ -281,12 +281,19 @@ class _Allocates:
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+    def agree(self, whole: Tensor) -> None:
+        """Raise where a rank has failed, or has no memory for the copy of the whole that gloo makes on the host: out of
+        memory within a collective, this rank would leave the others waiting."""
+        if whole.device.type == "cpu":
+            torch.empty_like(whole)
+        self._comm.proceed()
+
 
 class _AgreedAllGather(_Allocates):
     """An all-gather that no rank enters when another one has failed: see `Comm.proceed`."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        self._comm.proceed()
+        self.agree(output_tensor)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 
@@ -294,5 +301,5 @@ class _AgreedReduceScatter(_Allocates):
     """A sum of gradients that no rank enters when another one has failed."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._comm.proceed()
+        self.agree(input_tensor)
         return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
