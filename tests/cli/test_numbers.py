@@ -1,12 +1,19 @@
 """Numbers and paths beyond all reason: exit code 2 within a second, before anything is allocated."""
 
+import io
 import time
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import fields, is_dataclass
+from importlib import import_module
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
 from groupwise.core.shape import MAX_ROLLOUTS_PER_STEP, StepShape
+from groupwise.recipes import load_recipe
 from groupwise.training.config import MAX_THREADS, RunConfig
 
 THIRTY_DIGITS = "9" * 30
@@ -66,3 +73,40 @@ def test_the_largest_values_are_taken():
     assert RunConfig(threads=MAX_THREADS).threads == 1024
     with pytest.raises(UserError, match="threads is 1025: it must be from 1 to 1,024"):
         RunConfig(threads=MAX_THREADS + 1)
+
+
+RECIPES = ("controller", "chat", "flow", "flow-image", "examples/doors.py")
+ARGUMENTS = {"place": "PlaceArguments", "measure": "MeasureArguments", "profile": "ProfileArguments"}
+HUGE = (THIRTY_DIGITS, "9" * 400, f"-{THIRTY_DIGITS}")
+
+
+def numeric_flags(settings, prefix=""):
+    """Of a config or the class of a command's arguments."""
+    for field in fields(settings):
+        value, name = getattr(settings, field.name, None), f"{prefix}{field.name}".replace("_", "-")
+        if is_dataclass(value):
+            yield from numeric_flags(value, "" if field.name == "run" else f"{name}.")
+        elif any(word in str(field.type).replace("|", " ").split() for word in ("int", "float")):
+            yield f"--{name}"
+
+
+@st.composite
+def numeric_arguments(draw):
+    """A number beyond all reason, or one out of its range, for any numeric flag of any recipe or command."""
+    command = draw(st.sampled_from([*RECIPES, *ARGUMENTS]))
+    if command in RECIPES:
+        flag = draw(st.sampled_from(sorted(numeric_flags(load_recipe(command)))))
+        return ["plan", command, f"{flag}={draw(st.sampled_from([*HUGE, '-1', '0', '1e400', 'nan', '1e30']))}"]
+    kind = getattr(import_module(f"groupwise.cli.{command}"), ARGUMENTS[command])
+    return [command, f"{draw(st.sampled_from(sorted(numeric_flags(kind))))}={draw(st.sampled_from(HUGE))}"]
+
+
+@settings(max_examples=40, deadline=None)
+@given(numeric_arguments())
+def test_any_number_for_any_flag_is_used_or_refused_within_a_second(arguments):
+    start = time.process_time()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as messages:
+        code = main(arguments)
+    assert code in ((0, 2) if arguments[0] == "plan" else (2,))
+    assert time.process_time() - start < 2  # a second on a machine without other work; the first one imports torch
+    assert len(messages.getvalue()) < 5000

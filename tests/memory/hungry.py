@@ -1,6 +1,6 @@
 """A workload that eats memory by the row, in a process whose memory is limited: allocations fail for real.
 
-    python hungry.py FOLDER STAGE [STAGE ...]        (alone, or under torchrun)
+    python hungry.py FOLDER STAGE [STAGE ...] [--shard]       (alone, or under torchrun)
 
 trains once for every stage, into FOLDER/STAGE. With `RANK` set, only the last rank is limited.
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import torch
+from dist.shard_fakes import BlockPolicy
 from fakes import CONDITIONS, TinyConfig, TinyWorkload, recipe
 
 import groupwise as gw
@@ -60,10 +61,14 @@ class HungryWorkload(TinyWorkload):
     def __init__(self, config: HungryConfig, device: torch.device):
         super().__init__(config, device)
         self.step = -1
+        if config.blocks:
+            self.policy = BlockPolicy("")
         if config.own_rows:
             self.row_limits = {"decode_rows": config.own_rows}
         if config.stage == "evaluation":
             self.row_limits = {"eval_rows": 16}
+        if config.stage == "gather":
+            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(4 << 20, dtype=torch.float64)))
         if config.stage == "optimizer":
             # 128 MiB of weight, as much of gradient and of what is added to it fit into 512, and what the thread of the
             # backward pass claims (72); AdamW's two moments do not
@@ -91,6 +96,8 @@ class HungryWorkload(TinyWorkload):
         if self.hungry("reward function"):
             terms = call_rewards({"share": hungry_reward}, range(len(rollouts)), range(len(rollouts)))
             assert not terms.failures, terms.failures
+        if self.hungry("gather") and is_last_rank():
+            limit(24 << 20)  # what is gathered for the update, and for the next rollout, does not fit any more
         return super().rewards(rollouts)
 
     def score(self, rollouts: gw.Rollouts) -> gw.Scores:
@@ -99,7 +106,7 @@ class HungryWorkload(TinyWorkload):
             eat(len(rollouts))
         if self.hungry("backward"):
             scored = replace(scored, logp=EatsInBackward.apply(scored.logp))
-        if self.config.stage == "optimizer":
+        if self.config.stage in ("optimizer", "gather"):
             scored = replace(scored, logp=scored.logp + self.policy.ballast[:1])
         return scored
 
@@ -117,6 +124,8 @@ class HungryConfig(TinyConfig):
     stage: str = ""
     from_step: int = 0
     own_rows: int = 0
+    blocks: bool = False
+    """Whether the policy can be sharded."""
 
     def build(self, device: torch.device) -> HungryWorkload:
         return HungryWorkload(self, device)
@@ -128,6 +137,10 @@ def config_for(stage: str, folder: Path, **changes) -> gw.Config:
     optimizer = replace(base.optimizer, ema_decay=None)
     workload = HungryConfig(stage=stage, **changes.pop("workload", {}))
     return replace(base, workload=workload, run=run, rows_per_pass=8, optimizer=optimizer, **changes)
+
+
+def is_last_rank() -> bool:
+    return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
 def limit(room: int) -> None:
@@ -152,18 +165,24 @@ def runs(folder: Path) -> dict[str, gw.Config]:
     configs["evaluation"] = config_for("evaluation", folder / "evaluation", workload={"from_step": -1})
     last = {"from_step": 5}
     configs["last evaluation"] = config_for("evaluation", folder / "last evaluation", workload=last, run=quiet)
+    configs["gather"] = config_for(
+        "gather", folder / "gather", workload={"from_step": 1}, run=quiet, conditions_per_step=2
+    )
     configs["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
     return configs
 
 
 if __name__ == "__main__":
-    here, stages = Path(sys.argv[1]), sys.argv[2:]
-    comm = connect()
-    if comm.rank == comm.ranks - 1:
+    here, stages = Path(sys.argv[1]), [word for word in sys.argv[2:] if word != "--shard"]
+    comm = connect(timeout_s=20.0)
+    if is_last_rank():
         limit(ROOM)
     for name in stages:
+        config = runs(here)[name]
+        if "--shard" in sys.argv:
+            config = replace(config, shard="full", workload=replace(config.workload, blocks=True))
         try:
-            gw.train(runs(here)[name])
+            gw.train(config)
         except gw.UserError as error:
             sys.stderr.write(f"{name} (rank {comm.rank}): {error}\n")
     disconnect()

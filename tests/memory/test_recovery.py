@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.io.files import read_jsonl
 from groupwise.memory.recovery import Recovery
-from groupwise.workloads.checkpoint_files import checkpoint_errors, read_metadata
+from groupwise.workloads.checkpoint_files import checkpoint_errors, read_metadata, read_weights
 
 HUNGRY = Path(__file__).parent / "hungry.py"
 STAGES = ("rollout", "rewards", "reward function", "forward", "backward")
@@ -150,6 +150,32 @@ def test_one_rank_of_two_runs_out_and_both_continue_with_half(alone, tmp_path):
         assert f"hopeless (rank {rank}): Out of memory in rollout with rows_per_pass 1" in ended.stderr
     assert "(rank 1 of 2)" in ended.stderr
     assert {e["eval_rows"] for e in read_jsonl(tmp_path / "evaluation" / "metrics.jsonl")} == {4}
+
+
+@pytest.mark.slow
+def test_one_rank_of_two_without_memory_for_the_optimizer_changes_no_weight(tmp_path):
+    ended = on_ranks(2, [HUNGRY, tmp_path, "optimizer"])
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "Reserving memory for the optimizer" in ended.stderr
+    for rank in (0, 1):
+        assert f"optimizer (rank {rank}): Out of memory in update with rows_per_pass 1" in ended.stderr
+    assert not list((tmp_path / "optimizer").glob("checkpoints/step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_one_of_two_ranks_that_share_the_weights_runs_out_and_both_continue_with_half(tmp_path):
+    names = [*STAGES, "evaluation", "small from the start", "gather"]
+    ended = on_ranks(2, [HUNGRY, tmp_path, *names, "--shard"], seconds=350)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    expected = dict(read_weights(tmp_path / "small from the start/checkpoints/step-000006", ema=False))
+    for stage in (*STAGES, "evaluation"):
+        assert choices(tmp_path / stage) == choices(tmp_path / "small from the start")
+        for name, weight in read_weights(tmp_path / stage / "checkpoints/step-000006", ema=False):
+            assert_close(weight, expected[name], rtol=0, atol=1e-12)
+    assert ended.stderr.count("(rank 1 of 2)") >= len(STAGES)
+    for rank in (0, 1):  # weights that do not fit are no matter of rows: all ranks stop, none waits
+        assert f"gather (rank {rank}): Out of memory in update with rows_per_pass 1" in ended.stderr
 
 
 class TwoLimits:

@@ -22,6 +22,7 @@ from groupwise.workloads.base import WorkloadConfig
 T = TypeVar("T")
 _BOX = "[\u2500-\u257f]|-{3,}"
 """The lines that tyro draws around messages, in Unicode and in ASCII."""
+_HUGE = 1 << 63
 
 
 class ArgumentError(UserError):
@@ -36,13 +37,25 @@ def parse(
     more: dict[str, Any] = {} if default is None else {"default": default}
     try:
         with redirect_stderr(printed):
-            return tyro.cli(kind, args=arguments, prog=prog, description=description, **more)
+            parsed: T = tyro.cli(kind, args=arguments, prog=prog, description=description, **more)
+        _refuse_huge(parsed)
+        return parsed
     except SystemExit as leaving:
         print(printed.getvalue(), end="", file=sys.stderr)
         if not leaving.code:
             raise
         sentence = " ".join(re.sub(_BOX, " ", printed.getvalue()).split())
         raise ArgumentError(sentence.split("For full helptext")[0].strip()) from None
+
+
+def _refuse_huge(settings: Any, prefix: str = "") -> None:
+    """Whole numbers that no machine counts to: sums of them overflow, wherever they are used first."""
+    for entry in fields(settings) if is_dataclass(settings) else ():
+        value, name = getattr(settings, entry.name), f"{prefix}{entry.name}"
+        for number in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(number, int) and abs(number) >= _HUGE:
+                raise UserError(f"{name} has {len(str(abs(number)))} digits: it must be below 2^63 (19 digits).")
+        _refuse_huge(value, f"{name}.")
 
 
 def print_json(content: Mapping[str, Any]) -> None:

@@ -396,6 +396,7 @@ class _AgreedAllGather(_Allocates):
         self._gathers, self._number = gathers, number
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        _try_copy(output_tensor)
         self._gathers.wait_for_turn(self._number)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -407,5 +408,13 @@ class _AgreedReduceScatter(_Allocates):
         self._comm = comm
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        _try_copy(input_tensor)
         self._comm.proceed()
         return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _try_copy(whole: Tensor) -> None:
+    """Raise where this rank has no memory for the copy that gloo makes on the host: out of memory within a collective, it
+    would leave the others waiting."""
+    if whole.device.type == "cpu":
+        torch.empty_like(whole)
