@@ -53,7 +53,7 @@ def tiny_wan_transformer(**changes: Any) -> WanTransformer3DModel:
 
 
 def tiny_i2v_transformer(**changes: Any) -> WanTransformer3DModel:
-    """For clips from an image, with the CLIP embedding of Wan 2.1: keys and values of the image are as wide as the rest."""
+    """For clips from an image, with the CLIP embedding of Wan 2.1."""
     width = changes.get("num_attention_heads", 2) * changes.get("attention_head_dim", 12)
     return tiny_wan_transformer(in_channels=36, image_dim=8, added_kv_proj_dim=width, **changes)
 

@@ -16,7 +16,7 @@ def recipe() -> Config:
                 shift=3.0,
                 eta=0.7,
                 shared_noise=False,  # what an image shows is settled by its initial noise
-                window=WindowConfig("first", share=0.25),
+                window=WindowConfig("first", share=0.625),
             ),
             encode_rows=64,
             eval_rows=48,
@@ -28,6 +28,6 @@ def recipe() -> Config:
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-3, clip_high=1e-3),
-        optimizer=OptimizerConfig(learning_rate=1e-3, warmup_updates=5),
+        optimizer=OptimizerConfig(learning_rate=1.5e-3, warmup_updates=5),
         run=RunConfig(eval_every=10),
     )

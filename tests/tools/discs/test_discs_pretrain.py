@@ -1,4 +1,4 @@
-"""Pretraining of the embedded image model: resumable, on images most of whose words are right."""
+"""Pretraining of the embedded image model: resumable, on images whose captions are often wrong."""
 
 from dataclasses import replace
 
@@ -27,18 +27,19 @@ def test_a_resumed_run_is_bit_identical_and_the_command_writes_it(tmp_path):
         pretrain(replace(TINY, seed=1), tmp_path / "stopped", log=log)
 
 
-def test_images_obey_the_words_that_are_right():
-    """A word that is drawn anew is right by chance one time in three, a place one time in four."""
-    config = replace(TINY, rows=64)
-    batch = draw_batch(config, 1)
+def test_captions_are_wrong_as_often_as_the_config_says():
+    config = replace(TINY, rows=512)
+    obeyed = _obeyed(draw_batch(config, 1))
+    # a disc in a corner of the asked half counts for both places, which is rare
+    assert obeyed == pytest.approx((1 - 0.45) * (1 - 0.05) * (1 - 0.3), abs=0.06)
+    assert _obeyed(draw_batch(replace(config, miscounted=0.0, wrong_colors=0.0, mirrored=0.0), 1)) == 1
+
+
+def _obeyed(batch):
+    """Share of the images that obey their captions."""
     said = batch.conditioning["text"].argmax(-1)
     meanings = torch.stack([said[:, 0], said[:, 1] - 3, said[:, 3] - 6], dim=1)
-    share = obeys(decode(batch.clean), meanings).float().mean().item()
-    assert share == pytest.approx((1 - 0.5 * 2 / 3) ** 2 * (1 - 0.5 * 3 / 4), abs=0.15)
-    exact = draw_batch(replace(config, wrong_words=0.0), 1)
-    said = exact.conditioning["text"].argmax(-1)
-    meanings = torch.stack([said[:, 0], said[:, 1] - 3, said[:, 3] - 6], dim=1)
-    assert obeys(decode(exact.clean), meanings).all()
+    return obeys(decode(batch.clean), meanings).float().mean().item()
 
 
 def test_the_embedded_model_is_small():

@@ -9,8 +9,9 @@ import groupwise as gw
 from groupwise.recipes import load_recipe
 from groupwise.workloads.flow.tasks.discs.charts import draw_images_sheet
 from groupwise.workloads.flow.tasks.discs.judge import connected_labels, judge_discs, judge_obeyed, obeys
+from groupwise.workloads.flow.tasks.discs.matched_filter import find_discs
 from groupwise.workloads.flow.tasks.discs.model import load_discs
-from groupwise.workloads.flow.tasks.discs.rewards import area_rewards, half_mask
+from groupwise.workloads.flow.tasks.discs.rewards import area_rewards, disc_rewards, half_mask, reward_functions
 from groupwise.workloads.flow.tasks.discs.scene import (
     DISC_AREA,
     RADIUS,
@@ -57,14 +58,17 @@ def test_images_that_obey_are_paid_and_accepted():
     assert judge_discs(PROMPTS, list(IMAGES)) == [1.0] * len(PROMPTS)
     for values in area_rewards(IMAGES, MEANINGS).values():
         assert values.min() > 0.9
+    for values in disc_rewards(IMAGES, MEANINGS).values():
+        assert values.min() > 0.999
 
 
-def test_a_wrong_word_is_refused_and_costs_its_reward():
+@pytest.mark.parametrize("rewards", [disc_rewards, area_rewards])
+def test_a_wrong_word_is_refused_and_costs_its_reward(rewards):
     for column, name in enumerate(("count", "color", "place")):
         others = MEANINGS.clone()
         others[:, column] = (others[:, column] + 1) % (4 if name == "place" else 3)
-        paid = area_rewards(IMAGES, others)
-        assert paid[name].mean() < area_rewards(IMAGES, MEANINGS)[name].mean() - 0.3
+        paid, exact = rewards(IMAGES, others), rewards(IMAGES, MEANINGS)
+        assert paid[name].mean() < exact[name].mean() - 0.3
         unchanged = [obeyed for obeyed in obeys(IMAGES, others).tolist() if obeyed]
         assert len(unchanged) == 0 or name == "place"  # a disc in a corner is left and at the top
 
@@ -79,7 +83,27 @@ def test_the_area_of_a_disc_by_hand():
     assert two["place"] < 0.01
 
 
-def test_the_judge_refuses_what_cheats_the_reward():
+def test_the_matched_filter_finds_discs_by_hand():
+    """Two of three discs are red, one of them is on the left; a disc of half the radius is none."""
+    image = _paint([((-0.5, 0.0), RADIUS), ((0.5, 0.5), RADIUS)])
+    paid = disc_rewards(image, parse_prompts(["one red disc left"]))
+    assert_close(paid["count"], torch.tensor([0.5]), rtol=0.01, atol=0)  # 1 - |2 - 1| / 2
+    assert (paid["color"].item(), paid["place"].item()) == (1.0, 0.5)
+    assert disc_rewards(image, parse_prompts(["two blue discs left"]))["color"].item() == 0
+    small = find_discs(_paint([((-0.5, 0.0), RADIUS), ((0.5, 0.5), RADIUS / 2)]))
+    assert small.is_disc.sum() == 1
+    assert small.explained.item() == pytest.approx(0.8, abs=0.05)  # areas as 4 to 1
+
+
+def test_reward_functions_are_of_the_kind_that_is_asked_for():
+    blob = _paint([((-0.5, 0.0), 2**0.5 * RADIUS)])
+    arguments = {"prompts": ["two red discs left"], "completions": list(blob), "names": [""]}
+    paid = {kind: reward_functions(kind)["count"](**arguments)[0] for kind in ("discs", "areas")}
+    assert paid["areas"] > 0.9
+    assert paid["discs"] < 0.5
+
+
+def test_the_judge_refuses_what_cheats_the_areas():
     """One blob with the area of two discs; two discs that touch; a disc and two halves of one."""
     prompt, large = ["two red discs left"], 2**0.5 * RADIUS
     apart = [((-0.5, -0.5), RADIUS), ((-0.5, 0.5), RADIUS)]
@@ -89,6 +113,7 @@ def test_the_judge_refuses_what_cheats_the_reward():
     for cheat in cheats:
         image = _paint(cheat)
         assert sum(values.item() for values in area_rewards(image, parse_prompts(prompt)).values()) > 2.75
+        assert sum(values.item() for values in disc_rewards(image, parse_prompts(prompt)).values()) < 2.6
         assert judge_obeyed(prompt, list(image)) == [0.0]
 
 
@@ -96,6 +121,7 @@ def test_an_empty_image_earns_next_to_nothing():
     image = _paint([])
     paid = area_rewards(image, parse_prompts(["one red disc left"]))
     assert paid["color"] + paid["place"] < 0.05
+    assert sum(values.item() for values in disc_rewards(image, parse_prompts(["one red disc left"])).values()) < 0.05
     assert judge_obeyed(["one red disc left"], list(image)) == judge_discs([""], list(image)) == [0.0]
 
 

@@ -1,1 +1,1 @@
-"""Embedded example: a still image that must obey a prompt, "two red discs left"; the reward can be cheated."""
+"""Embedded example: a still image that must obey a prompt, "two red discs left", with an independent judge."""

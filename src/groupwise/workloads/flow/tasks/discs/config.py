@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import require
 from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
@@ -28,6 +28,7 @@ ASSET = Path(__file__).parent / "asset"
 """Folder of the embedded model."""
 WEIGHTS = {"count": 1 / 3, "color": 1 / 3, "place": 1 / 3}
 """Weights of the rewards."""
+RewardKind = Literal["discs", "areas"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class DiscsConfig(FlowConfig):
     """Conditions of each of the 27 prompts to train on; they differ in their noise."""
     held_out_images_per_prompt: int = 16
     """Conditions of each of the 9 prompts that are only evaluated: their combinations of words are not trained on."""
+    reward: RewardKind = "discs"
+    """What the rewards look at: discs, found by a matched filter; or areas of color, which can be cheated."""
     model: Path | None = None
     """Folder of another model written by `python -m tools.discs`; None for the embedded one."""
     train: TrainedPartsConfig = field(default_factory=TrainedPartsConfig)

@@ -28,20 +28,22 @@ RADIUS = 0.24
 DISC_AREA = torch.pi * RADIUS**2 / 4
 """The share of an image that a disc covers."""
 
+PALETTE = torch.tensor([[0.9, -0.6, -0.6], [-0.6, 0.7, -0.6], [-0.5, -0.3, 0.95]])
+BACKGROUND = -0.75
+"""RGB of the colors in -1..1, and gray of what is behind them."""
+
 Images = Float[Tensor, "images 3 side side"]
 Latents = Float[Tensor, "images 3 latent_side latent_side"]
 Meanings = Int64[Tensor, "prompts 3"]
 """Count - 1, color and place of a prompt, as numbers of the words."""
 
-_SLOTS = (-0.66, 0.0, 0.66)
-_JITTER = 0.03
+_SLOTS = ((0.0, 0.0, 0.0), (-0.4, 0.4, 0.0), (-0.66, 0.0, 0.66))
+_JITTER = (0.15, 0.1, 0.03)
 _ACROSS = (0.4, 0.6)
-"""Discs stand in slots along one axis, shaken; on the other their distance from the middle is between these."""
+"""By count, discs stand in slots along one axis, shaken; on the other they are this far from the middle."""
 _EDGE = 0.15
 """Distance from a disc's border at which a latent is 1."""
 _SHARPNESS = 12.0
-_BACKGROUND = -0.75
-_PALETTE = torch.tensor([[0.9, -0.6, -0.6], [-0.6, 0.7, -0.6], [-0.5, -0.3, 0.95]])
 _LAYOUT = 1  # key of the random numbers
 
 
@@ -84,16 +86,16 @@ def encode_meanings(meanings: Meanings) -> Float[Tensor, "prompts words vocabula
 def draw_centers(
     seed: int, numbers: Int64[Tensor, " images"], meanings: Meanings
 ) -> tuple[Float[Tensor, "images 3 2"], Bool[Tensor, "images 3"]]:
-    """Where discs may stand (x, y), and which of the three places are taken."""
-    uniforms = uniform(seed, _LAYOUT, numbers[:, None], 0, 0, torch.arange(9)).float()
-    along = torch.tensor(_SLOTS) + _JITTER * (2 * uniforms[:, :3] - 1)
-    away = _ACROSS[0] + (_ACROSS[1] - _ACROSS[0]) * uniforms[:, 3:6]
+    """Where discs may stand (x, y), and which of the three are there."""
+    uniforms = uniform(seed, _LAYOUT, numbers[:, None], 0, 0, torch.arange(6)).float()
+    count = meanings[:, 0]
+    along = torch.tensor(_SLOTS)[count] + torch.tensor(_JITTER)[count, None] * (2 * uniforms[:, :3] - 1)
+    away = _ACROSS[0] + (_ACROSS[1] - _ACROSS[0]) * uniforms[:, 3:]
     place = meanings[:, 2, None]
     signed = torch.where(place % 2 == 0, -away, away)
     is_sideways = place < 2
     centers = torch.stack([torch.where(is_sideways, signed, along), torch.where(is_sideways, along, signed)], dim=-1)
-    order = uniforms[:, 6:].argsort(1).argsort(1)
-    return centers, order <= meanings[:, :1]
+    return centers, torch.arange(3) <= count[:, None]
 
 
 def draw_latents(seed: int, numbers: Int64[Tensor, " images"], meanings: Meanings) -> Latents:
@@ -114,11 +116,11 @@ def decode(latents: Latents) -> Images:
     opacity = torch.sigmoid(_SHARPNESS * large)
     clear = (1 - opacity).prod(1, keepdim=True)
     total = opacity.sum(1, keepdim=True).clamp(min=1e-6)
-    painted = torch.einsum("ncij,ck->nkij", opacity / total, _PALETTE)
-    return clear * _BACKGROUND + (1 - clear) * painted
+    painted = torch.einsum("ncij,ck->nkij", opacity / total, PALETTE)
+    return clear * BACKGROUND + (1 - clear) * painted
 
 
 def color_shares(images: Images) -> Float[Tensor, "images 3 side side"]:
     """How much of each color there is at each pixel, from 0 to 1: the inverse of the painting."""
-    basis = _PALETTE - _BACKGROUND
-    return torch.einsum("nkij,kc->ncij", images - _BACKGROUND, torch.linalg.inv(basis)).clamp(0, 1)
+    basis = PALETTE - BACKGROUND
+    return torch.einsum("nkij,kc->ncij", images - BACKGROUND, torch.linalg.inv(basis)).clamp(0, 1)

@@ -10,7 +10,7 @@ from groupwise.workloads.flow.tasks.discs.charts import draw_images_sheet
 from groupwise.workloads.flow.tasks.discs.config import WEIGHTS, DiscsConfig
 from groupwise.workloads.flow.tasks.discs.judge import judge_discs, judge_obeyed
 from groupwise.workloads.flow.tasks.discs.model import DiscsModel, load_discs
-from groupwise.workloads.flow.tasks.discs.rewards import reward_color, reward_count, reward_place
+from groupwise.workloads.flow.tasks.discs.rewards import reward_functions
 from groupwise.workloads.flow.tasks.discs.scene import all_prompts
 
 _NUM_DRAWN = 18
@@ -21,7 +21,7 @@ def discs_task(config: DiscsConfig, device: torch.device) -> FlowTask:
         model=DiscsModel(move_module(load_discs(config.folder), device), config.train),
         conditions=discs_conditions(all_prompts(held_out=False), config.images_per_prompt),
         held_out=discs_conditions(all_prompts(held_out=True), config.held_out_images_per_prompt),
-        rewards={"count": reward_count, "color": reward_color, "place": reward_place},
+        rewards=reward_functions(config.reward),
         eval_metrics={"obeyed (judge)": judge_obeyed, "discs (judge)": judge_discs},
         weights=WEIGHTS,
         images={"images.png": draw_images_sheet},
