@@ -15,7 +15,13 @@ from groupwise.workloads.chat.config import ChatEvalConfig
 
 DOORS = Path(__file__).parents[2] / "examples" / "doors.py"
 RECIPES = ("doors", "chat", "flow", "flow-image", "controller")
-SHAPES = {"doors": (16, 8, 16), "chat": (8, 4, 16), "flow": (4, 4, 8), "flow-image": (8, 4, 16), "controller": (16, 8, 64)}
+SHAPES = {
+    "doors": (16, 8, 16),
+    "chat": (8, 4, 16),
+    "flow": (4, 4, 8),
+    "flow-image": (8, 4, 16),
+    "controller": (16, 8, 64),
+}
 """Conditions per step, group size, rows per pass."""
 
 

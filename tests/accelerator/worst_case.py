@@ -23,7 +23,6 @@ from groupwise.recipes import load_recipe
 from groupwise.training import loop
 from groupwise.training.config import Config
 from groupwise.training.setup import Setup, known_memory, set_up, step_spec
-from groupwise.workloads.controller import workload as controller_workload
 from groupwise.workloads.controller.policy.decide import replay_option
 from groupwise.workloads.controller.trace import _distinct_paths
 

@@ -389,9 +389,7 @@ def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) 
             if is_finite(training.select(rows), _weights_of(row_weights, rows)):
                 continue
             alone = [
-                row
-                for row in rows
-                if not sharded and not is_finite(training.select(row[None]), row_weights[row[None]])
+                row for row in rows if not sharded and not is_finite(training.select(row[None]), row_weights[row[None]])
             ]
             offending.append(torch.stack(alone) if alone else rows)
     return training.rows[torch.cat(offending)] if offending else training.rows[:0]

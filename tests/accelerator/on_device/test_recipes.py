@@ -9,7 +9,8 @@ TIMES = ("_s", "_ms")
 
 
 @pytest.mark.parametrize(
-    "name", ["doors", "chat", *(pytest.param(n, marks=pytest.mark.device) for n in ("flow", "flow-image", "controller"))]
+    "name",
+    ["doors", "chat", *(pytest.param(n, marks=pytest.mark.device) for n in ("flow", "flow-image", "controller"))],
 )
 def test_two_steps_are_those_of_the_cpu(device, name):
     here, there = (train_steps(small_recipe(name, device=where)) for where in ("cpu", device.type))

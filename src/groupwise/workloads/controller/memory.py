@@ -30,7 +30,6 @@ from groupwise.workloads.controller.model.molmoe.sizes import (
     read_sizes,
 )
 
-
 _PAIR_BYTES = 64
 """Of a token and one of its experts, besides their products: seven indices of 8 bytes, the weight, the sorted copy."""
 
@@ -167,7 +166,9 @@ class ControllerMemory:
             "KV cache and states": int(rows * longest * kept_width) * number,
             "logits": rows * text.vocabulary * number,
         }
-        held = text.width if text.experts and not later_tokens else state_and_kv  # keys and values only for later tokens
+        held = (
+            text.width if text.experts and not later_tokens else state_and_kv
+        )  # keys and values only for later tokens
         per_token = (self._ffn_peak(rows / questions) + held) * number
         if text.experts:
             per_token += _PAIR_BYTES * self._mean_top_k(rows / questions)
