@@ -1,4 +1,4 @@
-"""Commands on the device: train, kill -9, resume, eval and export of all embedded recipes; measure, profile, serving."""
+"""Commands on the device: train, kill -9, resume, eval, export of all embedded recipes; measure, profile, serving."""
 
 import json
 import signal
