@@ -506,6 +506,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", set_whole_storage);
   m.impl("convolution_overrideable", convolution);
   m.impl("convolution_backward_overrideable", convolution_backward);
+  for (const auto* name : {"native_group_norm", "native_group_norm_backward"}) {  // else torch's own, of views
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  }
   m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
 }

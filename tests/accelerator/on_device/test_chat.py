@@ -88,19 +88,3 @@ def test_a_step_of_the_recipe_waits_a_few_times_and_its_preflight_names_the_kern
     waits = counters.counters()["host_syncs"]
     assert waits < 30
     assert metrics["host_syncs"] <= waits
-
-
-@pytest.mark.device
-def test_ratio_is_one_in_bfloat16_with_weights_gradients_and_optimizer_in_float32(device):
-    config = small_recipe("chat", device=device.type)
-    policy = replace(config.workload.policy, dtype="bfloat16")
-    setup = set_up(replace(config, workload=replace(config.workload, policy=policy)))
-    ratio = next(check for check in preflight(setup) if check.name.startswith("ratio"))
-    assert ratio.passed, ratio.detail
-    metrics = train_step(setup).metrics
-    assert metrics["ratio_mean"] == pytest.approx(1, abs=0.01)
-    assert metrics["ratio_max"] == pytest.approx(1, abs=0.1)
-    assert metrics["ratio_min"] == pytest.approx(1, abs=0.1)
-    state = setup.state.optimizer.state
-    assert {weight.dtype for weight in setup.state.trainable} == {torch.float32}
-    assert {moment.dtype for moments in state.values() for moment in (moments["exp_avg"],)} == {torch.float32}

@@ -1,4 +1,4 @@
-"""The commands on the device: train, kill -9, resume, eval and export of every embedded recipe; measure, profile; serving."""
+"""Commands on the device: train, kill -9, resume, eval, export of all embedded recipes; measure, profile, serving."""
 
 import json
 import signal
@@ -16,6 +16,9 @@ from safetensors.torch import load_file
 import groupwise as gw
 from accelerator.command import RECIPE
 from groupwise.cli.main import main
+from groupwise.workloads.controller.model.load import load_model
+from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
+from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit
 
 pytestmark = pytest.mark.timeout(600)
 EXPORTED = {"chat": 0, "controller": 0}
@@ -60,18 +63,21 @@ def test_a_run_that_was_killed_is_resumed_bit_identically_evaluated_and_exported
         trained = next(value for key, value in resumed.items() if key.endswith("embed_tokens.weight"))
         assert torch.equal(model.get_input_embeddings().weight, trained)
     if name == "controller":
-        check_serving(gw.AdaptiveModel.from_pretrained(tmp_path / "exported"), device)
+        check_serving(tmp_path / "exported", device)
 
 
-def check_serving(model: gw.AdaptiveModel, device: torch.device) -> None:
-    """An answer of the loaded controller is the one that the frozen model gives on the CPU with the same knobs."""
+def check_serving(folder, device: torch.device) -> None:
+    """The loaded controller chooses and answers on the device as it does on the CPU."""
+    model = gw.AdaptiveModel.from_pretrained(folder)
     assert model.loaded.model.device.type == next(model.policy.parameters()).device.type == device.type
-    pixels = np.random.default_rng(0).integers(0, 256, (96, 96, 3), dtype=np.uint8)
-    image, question = Image.fromarray(pixels), "which digit is largest?"
-    assert model.estimate(image, question).total_ms > 0
-    reply = model.generate(image, question, budget_ms=1e6, best_effort=True)
-    assert reply.answer
-    assert reply.measured.total_ms > 0
+    on_cpu = gw.AdaptiveModel.from_pretrained(folder, model=load_model("mosaic", device="cpu"))
+    pixels = make_question_set(HandwritingSplit.VALIDATION, 1).mosaics.pixels[0]
+    mosaic = Image.fromarray((255 * np.asarray(pixels)).astype(np.uint8))
+    assert model.estimate(mosaic, "digit b3").total_ms > 0
+    for budget_ms in (1.0, 1e6):
+        reply, expected = (each.generate(mosaic, "digit b3", budget_ms, best_effort=True) for each in (model, on_cpu))
+        assert (reply.answer, reply.knobs) == (expected.answer, expected.knobs)
+        assert reply.measured.total_ms > 0
 
 
 @pytest.mark.device

@@ -1,4 +1,4 @@
-"""A device that is lost in mid-run: one paragraph, exit code 2, and nothing lost but what follows the newest checkpoint."""
+"""A device that is lost in mid-run: one paragraph, exit code 2, and the newest checkpoint continues."""
 
 import pytest
 import torch

@@ -110,7 +110,7 @@ def fill(stage: str, full: FullOnce, workload, monkeypatch) -> None:
 
 @pytest.fixture(scope="module")
 def unlimited():
-    """A step of flow-image, and its evaluation, with memory to spare: made once, on the device."""
+    """A step of flow with memory to spare: made once, on the device."""
     return {}
 
 

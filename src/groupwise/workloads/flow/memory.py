@@ -287,7 +287,7 @@ class FlowMemory:
         return 2 if self.guided and not self.guided_together else 1
 
     def trajectory_bytes(self, rows: int) -> int:
-        """The window's latents and the final one of so many rows: all of a rank's are held, and a pass copies its own."""
+        """The window's latents and the final one of so many rows: a rank holds all its rows, and a pass copies some."""
         bytes_per_number = (self.trained_steps + 1) * self.storage_bytes + 4
         return rows * math.prod(self.latent) * bytes_per_number
 
