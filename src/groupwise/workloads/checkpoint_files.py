@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.core.errors import UserError
-from groupwise.core.io.files import open_regular, read_json
+from groupwise.core.io.files import open_regular, parse_json, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -159,24 +160,39 @@ def read_weights(path: Path, *, ema: bool) -> Iterator[tuple[str, Tensor]]:
 
 def _whole_tensors(path: Path, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Tensors with this prefix, without it, put together from the parts."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     with ExitStack() as stack:
         parts: dict[str, list[tuple[Any, list[int]]]] = {}
         for entry in sorted(entry for entry in path.iterdir() if PART.fullmatch(entry.name)):
-            file = stack.enter_context(safe_open(entry, framework="pt"))
-            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
-            for name in file.keys():  # noqa: SIM118 - a file is no dict
-                if name.startswith(prefix):
-                    parts.setdefault(name, []).append((file, offsets[name]["saved_offsets"]))
+            try:
+                file = stack.enter_context(safe_open(entry, framework="pt"))
+                offsets = parse_json(file.metadata()["DCP_SHARDING_INFO"].encode())
+                for name in file.keys():  # noqa: SIM118 - a file is no dict
+                    if name.startswith(prefix):
+                        parts.setdefault(name, []).append((file, offsets[name]["saved_offsets"]))
+            except (SafetensorError, ValueError, TypeError, KeyError) as error:
+                raise UserError(f"{entry} is no part of a checkpoint ({error!r}). Restore it, or delete it.") from error
         for name, pieces in parts.items():
-            yield name.removeprefix(prefix), _join([(file.get_tensor(name), offset) for file, offset in pieces])
+            try:
+                whole = _join([(file.get_tensor(name), offset) for file, offset in pieces])
+            except ValueError as error:
+                raise UserError(f"The parts of '{name}' in {path} do not make a tensor: {error}.") from error
+            yield name.removeprefix(prefix), whole
 
 
 def _join(pieces: Sequence[tuple[Tensor, Sequence[int]]]) -> Tensor:
     """A whole tensor from its pieces and their offsets."""
     first, axes = pieces[0][0], range(pieces[0][0].ndim)
-    whole = first.new_empty([max(offset[axis] + piece.shape[axis] for piece, offset in pieces) for axis in axes])
+    for piece, offset in pieces:
+        if piece.ndim != len(axes) or not isinstance(offset, list) or len(offset) != len(axes):
+            raise ValueError(f"{offset!r} is no place in a tensor with {len(axes)} axes")
+        if not all(_is_count(start, 0) for start in offset):
+            raise ValueError(f"{offset!r} are no offsets")
+    shape = [max(offset[axis] + piece.shape[axis] for piece, offset in pieces) for axis in axes]
+    if math.prod(shape) != sum(piece.numel() for piece, _ in pieces):  # before so much is allocated
+        raise ValueError(f"they have another size than a tensor of {shape}")
+    whole = first.new_empty(shape)
     for piece, offset in pieces:
         whole[tuple(slice(offset[axis], offset[axis] + piece.shape[axis]) for axis in axes)] = piece
     return whole
