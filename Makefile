@@ -6,7 +6,7 @@ BIN := .venv/bin
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup demo test test-device check format clean
+.PHONY: setup demo test test-device check format audit clean
 DEVICE ?= emulated
 
 setup: $(READY)
@@ -38,9 +38,14 @@ check: setup
 	$(BIN)/lint-imports
 	$(BIN)/pytest -n 2 --dist loadfile
 
+# Known vulnerabilities of the pinned versions, from a throw-away environment. Needs a network.
+audit:
+	$(PYTHON) -m venv --clear .venv-audit && .venv-audit/bin/pip install --quiet pip-audit
+	.venv-audit/bin/pip-audit --strict --disable-pip --no-deps -r constraints.txt
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-audit runs .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -14,6 +14,7 @@ import torch
 from fakes import TinyConfig, recipe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 import groupwise as gw
 from groupwise.cli.main import main
@@ -24,7 +25,13 @@ from groupwise.training.loop import train_step
 from groupwise.training.run import train
 from groupwise.training.run_folder.checkpoint import restore
 from groupwise.training.setup import set_up
-from groupwise.workloads.checkpoint_files import METADATA_FILE, metadata_hash, newest_valid_checkpoint, read_metadata
+from groupwise.workloads.checkpoint_files import (
+    METADATA_FILE,
+    metadata_hash,
+    newest_valid_checkpoint,
+    read_metadata,
+    read_weights,
+)
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import ProportionalEstimator
 from groupwise.workloads.controller.model.knobs import KnobOptions
@@ -265,3 +272,29 @@ def test_the_config_of_a_controller_is_used_or_refused(tmp_path_factory, data):
         budget = {name: tuple(value) if isinstance(value, list) else value for name, value in content["budget"].items()}
         refused_or(lambda: KnobOptions(**content["options"]).configurations())
         refused_or(lambda: BudgetConfig(**budget))
+
+
+@cache
+def whole_weights():
+    return {"policy/head": torch.arange(12.0).view(4, 3), "policy/bias": torch.ones(2)}
+
+
+@settings(bounded, max_examples=60)
+@given(offset=JSON | st.lists(WHOLE, min_size=2, max_size=2), where=st.sampled_from(["none", "file", "name", "offset"]))
+def test_the_parts_of_a_sharded_checkpoint_are_put_together_or_refused(tmp_path_factory, offset, where):
+    """Whatever a stranger says about where a part begins, with right hashes."""
+    folder = tmp_path_factory.mktemp("parts")
+    for part in (0, 1):
+        tensors = {name: whole.chunk(2)[part].clone() for name, whole in whole_weights().items()}
+        begins = {name: [part * len(own), *[0] * (own.ndim - 1)] for name, own in tensors.items()}
+        places = {name: {"saved_offsets": begin} for name, begin in begins.items()}
+        if part and where == "offset":
+            places["policy/head"] = {"saved_offsets": offset}
+        if part and where == "name":
+            places["policy/head"] = offset
+        info = json.dumps(offset if part and where == "file" else places)
+        file = folder / f"shard-{part + 1:05d}-model-00001-of-00001.safetensors"
+        save_file(tensors, file, metadata={"DCP_SHARDING_INFO": info})
+    read = refused_or(lambda: dict(read_weights(folder, ema=False)))
+    if where == "none" or (where == "offset" and offset == [2, 0]):
+        assert all(torch.equal(read[name.removeprefix("policy/")], whole) for name, whole in whole_weights().items())

@@ -59,7 +59,7 @@ Examples:
 
 `groupwise COMMAND --help` explains a command. `--json` prints exactly one JSON object on stdout; all else goes to
 stderr. Exit code 0 is success, 2 an error that you can fix (the message says how), 3 a run that has lost one of its
-ranks, 130 a run that you stopped, 1 a bug.
+ranks or is stuck, 130 a run that you stopped, 1 a bug.
 
 Other libraries' names are accepted too:
 {chr(10).join(f"  {flag:<22} {', '.join(aliases)}" for flag, aliases in ALIASES.items())}

@@ -85,8 +85,8 @@ class RunConfig:
     threads: int = 1
     """CPU threads of each rank. More than cores / ranks can be several times slower than one."""
     rank_timeout_s: float = 1800.0
-    """Longest that a rank waits for another one before the run ends. Rank 0 draws images and writes checkpoints alone
-    meanwhile, so it must be longer than that takes."""
+    """Longest that a rank waits for another one, or makes no progress in one call, before the run ends. Rank 0 draws
+    images and writes checkpoints alone meanwhile, so it must be longer than that takes."""
     preflight: bool = True
     """Check rollouts, rewards, ratios and gradients on one pass before training."""
     on_warning: Literal["print", "stop"] = "print"

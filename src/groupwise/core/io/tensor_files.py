@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.io.files import open_regular, write_synced
+from groupwise.core.io.files import open_regular, parse_json, write_synced
 
 PIECES_KEY = "DCP_SHARDING_INFO"
 """In a file's metadata: where its tensors begin within whole ones, in the format of torch.distributed.checkpoint."""
@@ -161,14 +161,14 @@ def _read_into(target: Tensor, piece: _Piece, first: int) -> None:
 def _pieces_of(path: Path) -> Iterator[tuple[str, _Piece]]:
     header, data_begins = _read_header(path)
     try:
-        offsets = json.loads(header.get("__metadata__", {}).get(PIECES_KEY, "{}"))
+        offsets = parse_json(header.get("__metadata__", {}).get(PIECES_KEY, "{}").encode())
         for name, entry in header.items():
             if name != "__metadata__":
                 first_row, *others = offsets[name]["saved_offsets"] or [0] if name in offsets else [0]
-                if any(others) or entry["dtype"] not in _DTYPE_OF:
+                if any(others) or type(first_row) is not int or entry["dtype"] not in _DTYPE_OF:
                     raise ValueError(f"'{name}' is of a kind that is not written here")
                 begin = data_begins + entry["data_offsets"][0]
-                yield name, _Piece(path, _DTYPE_OF[entry["dtype"]], torch.Size(entry["shape"]), begin, int(first_row))
+                yield name, _Piece(path, _DTYPE_OF[entry["dtype"]], torch.Size(entry["shape"]), begin, first_row)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} holds no tensors that can be read ({error}). Restore it.") from error
 
