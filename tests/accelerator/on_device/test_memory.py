@@ -1,5 +1,6 @@
 """Out of memory by the device's own limit, recovered with the same gradient; its memory measured and planned for."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -58,3 +59,24 @@ def test_rows_per_pass_auto_fits_the_device(device, counters):
     fitting = set_up(config)
     assert 1 <= fitting.shape.rows_per_pass < 32
     assert train_step(fitting).metrics["oom_retries"] == 0
+
+
+@pytest.mark.device
+def test_offloaded_moments_leave_the_device_and_the_update_is_the_same(device, counters):
+    config = replace(small_recipe("chat", device=device.type), rows_per_pass=8)
+    weights, held = [], []
+    for offload in (False, True):
+        setup = set_up(replace(config, optimizer=replace(config.optimizer, offload=offload)))
+        base = torch.accelerator.memory_allocated(device)
+        train_step(setup)
+        setup.state.optimizer.zero_grad(set_to_none=True)
+        moments = [state["exp_avg"] for state in setup.state.optimizer.state.values()]
+        assert {moment.device.type for moment in moments} == {"cpu" if offload else device.type}
+        weights.append(weights_of(setup))
+        trained = sum(weight.nbytes for weight in setup.state.trainable)
+        held.append(torch.accelerator.memory_allocated(device) - base)
+        del moments, setup
+        gc.collect()
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
+    assert held[0] - held[1] == pytest.approx(2 * trained, rel=0.05)
