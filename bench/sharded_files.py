@@ -29,6 +29,7 @@ from torch.multiprocessing.spawn import start_processes
 from groupwise.cli.export import run as run_export
 from groupwise.dist.comm import Comm, connect, disconnect, exit_now
 from groupwise.dist.deferred_weights import deferring_weights
+from groupwise.recipes import load_recipe
 from groupwise.training.config import Config, to_dict
 from groupwise.training.loop import train_step
 from groupwise.training.run_folder.checkpoint import restore
@@ -36,10 +37,13 @@ from groupwise.training.run_folder.checkpoint_writer import CheckpointWriter, wr
 from groupwise.training.setup import Setup, _shard, set_up
 from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 
+EMBEDDED = load_recipe("chat").workload.policy.folder_or_name  # type: ignore[attr-defined]
+
 
 def config_of(folder: Path, ranks: int) -> Config:
     config = config_for(folder / "model", "full" if ranks > 1 else "none")
-    return replace(config, optimizer=replace(config.optimizer, ema_decay=0.9))
+    averaged = replace(config.optimizer, ema_decay=0.9)
+    return replace(config, optimizer=averaged, conditions_per_step=12)  # which three ranks can share
 
 
 def grown(action: Callable[[], Any]) -> dict[str, float]:
@@ -53,16 +57,17 @@ def grown(action: Callable[[], Any]) -> dict[str, float]:
 
 
 def load(folder: Path, comm: Comm, *, deferred: bool) -> dict[str, float]:
-    """Build the workload and shard it."""
-    config = config_of(folder, comm.ranks)
+    """Build the workload and shard it; first with a small model, so that pages of libraries do not count."""
 
-    def build() -> Any:
+    def build(config: Config) -> Any:
         with deferring_weights(deferred):
             workload = config.workload.build(comm.device)
         _shard(config, comm, workload)
         return workload
 
-    return grown(build)
+    large, small = config_of(folder, comm.ranks), config_for(Path(EMBEDDED), "full")
+    build(small)
+    return grown(lambda: build(large))
 
 
 def trained(folder: Path, ranks: int) -> Setup:
@@ -72,12 +77,12 @@ def trained(folder: Path, ranks: int) -> Setup:
 
 
 def save(folder: Path, comm: Comm) -> dict[str, Any]:
-    """Five times in turn: how long training stands still when it waits for the files, and when it does not."""
+    """Three times in turn: how long training stands still when it waits for the files, and when it does not."""
     setup, ranks = trained(folder, comm.ranks), comm.ranks
     settings = {"config": to_dict(setup.config), "ranks": ranks}
     writer = CheckpointWriter(folder / f"checkpoints-{ranks}", comm, keep=1)
     waiting, copying = [], []
-    for _ in range(5):
+    for _ in range(3):
         start = time.perf_counter()
         write_checkpoint(folder / f"waited-{ranks}", setup.state, keep=1, comm=comm, **settings)
         waiting.append(time.perf_counter() - start)
@@ -89,7 +94,7 @@ def save(folder: Path, comm: Comm) -> dict[str, Any]:
     ratios = sorted(copied / waited for copied, waited in zip(copying, waiting, strict=True))
     state = sum(held_bytes(setup)[name] for name in ("weights", "moments")) + held_bytes(setup)["weights"]
     growth = grown(lambda: (writer.start(setup.state, **settings), writer.wait()))
-    shown = {"waiting s": sorted(waiting)[2], "copying s": sorted(copying)[2], "median ratio": ratios[2]}
+    shown = {"waiting s": sorted(waiting)[1], "copying s": sorted(copying)[1], "median ratio": ratios[1]}
     return {name: round(value, 3) for name, value in shown.items()} | {"state MiB": state / MIB, "save": growth}
 
 
@@ -150,9 +155,9 @@ def main() -> None:
         write_model(folder / "model", options.width)
         size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
         print(f"the model's files: {size / MIB:.1f} MiB", flush=True)
-        tasks = [("load whole", 2), ("load rows", 2), ("load rows", 4), ("save", 1), ("save", 2), ("save", 4)]
+        tasks = [("load whole", 2), ("load rows", 2), ("load rows", 4), ("save", 4)]
         for task, ranks in [*tasks, ("resume", 1), ("resume", 2), ("resume", 3), ("export", 1)]:
-            if task.split()[0] in options.tasks:
+            if task.split()[0] in options.tasks:  # resume and export need save
                 measure(folder, task, ranks)
     finally:
         shutil.rmtree(folder)

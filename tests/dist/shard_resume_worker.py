@@ -2,7 +2,7 @@
 
     python shard_resume_worker.py FOLDER FROM-TO [FROM-TO ...]        (numbers of ranks; writes FOLDER/FROM-TO.pt)
 
-One rank is not sharded, several are. FOLDER/checkpoints-FROM is written first where it is not there yet.
+One rank is not sharded, several are; one and three have their moments on the host. FOLDER/checkpoints-FROM is written first where it is not there yet.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from processes import free_port
 from shard_worker import configs
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
 
 import groupwise as gw
@@ -30,7 +31,7 @@ from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 
 def config_for(folder: Path, ranks: int) -> gw.Config:
     config = configs(folder)["chat"]
-    optimizer = replace(config.optimizer, ema_decay=0.5)
+    optimizer = replace(config.optimizer, ema_decay=0.5, offload=ranks % 2 == 1)
     return replace(config, optimizer=optimizer, shard="none" if ranks == 1 else "full")
 
 
@@ -64,13 +65,21 @@ def _whole_state(setup: Setup) -> dict[str, torch.Tensor]:
     """Weights, averaged weights and moments."""
     state = setup.state
     moments = {
-        f"{index}.{name}": value
-        for index, fields in state.optimizer.state_dict()["state"].items()
-        for name, value in fields.items()
+        f"{index}.{name}": value if value.ndim == 0 else _placed(value, weight)
+        for index, weight in enumerate(state.trainable)
+        for name, value in state.optimizer.state[weight].items()
     }
     weights = {f"weight {name}": weight for name, weight in state.policy.named_parameters()}
     averaged = {f"ema {name}": weight for name, weight in state.ema.weights.items()}
     return {name: full(tensor.detach()).clone() for name, tensor in {**weights, **averaged, **moments}.items()}
+
+
+def _placed(moment: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Offloaded moments of a sharded weight are plain tensors of this rank's part."""
+    if not isinstance(weight, DTensor) or isinstance(moment, DTensor):
+        return moment
+    placing = {"shape": weight.shape, "stride": weight.stride(), "run_check": False}
+    return DTensor.from_local(moment, weight.device_mesh, weight.placements, **placing)
 
 
 def start(ranks: int, *arguments: object) -> None:

@@ -121,6 +121,21 @@ def test_a_checkpoint_names_what_made_it(tmp_path):
     assert set(meta["sha256"]) == {"policy.safetensors", "optimizer.safetensors", "ema.safetensors", "checkpoint.json"}
 
 
+@pytest.mark.parametrize("offload", [False, True])
+def test_moments_may_move_to_the_host_and_back(tmp_path, offload):
+    states = [create_state(nn.Linear(2, 2), OptimizerConfig(offload=each)) for each in (offload, not offload)]
+    written, resumed = states
+    assert (written.offloaded, resumed.offloaded) == (offload, not offload)
+    written.policy(torch.ones(1, 2)).sum().backward()
+    written.optimizer.step()
+    restore(write_checkpoint(tmp_path, written, config={}, ranks=1, keep=1), resumed)
+    for state in states:
+        state.optimizer.zero_grad()
+        state.policy(torch.full((1, 2), 0.3)).sum().backward()
+        state.optimizer.step()
+    assert torch.equal(written.policy.weight, resumed.policy.weight)
+
+
 def test_whether_a_step_is_fused_depends_on_the_device_that_resumes(tmp_path):
     written, resumed = state_at(3), state_at(4)
     for group in written.optimizer.param_groups:

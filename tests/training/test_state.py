@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -87,6 +88,18 @@ def test_a_step_is_fused_and_the_unfused_one_within_rounding(layout, dtype):
     # bfloat16: weights of 2 to 4 are multiples of 1/64, and so far off in each step unfused, by half of it fused
     assert_close(fused, expected, **({"rtol": 0, "atol": 5 * 1.5 / 64} if dtype is torch.bfloat16 else {}))
     assert (fused - before).abs().mean() > 0.1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_with_its_moments_on_the_host_a_step_is_the_same(layout):
+    weights = []
+    for offload in (False, True):
+        policy, numbers = nn.Module(), torch.randn(37, 53, generator=torch.Generator().manual_seed(1))
+        policy.weight = nn.Parameter(LAYOUTS[layout](numbers))
+        state = create_state(policy, replace(CONFIG, offload=offload))
+        assert state.offloaded is offload
+        weights.append(trained(state.optimizer, policy.weight))
+    assert torch.equal(*weights)
 
 
 def test_reserved_memory_of_a_step_by_hand():

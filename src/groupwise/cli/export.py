@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -19,7 +19,7 @@ from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoin
 class ExportArguments:
     """Write what a run trained as a folder that transformers or diffusers load, from whole or sharded checkpoints.
 
-    Averaged weights where the run kept them. Try: groupwise export runs/chat my-model
+    Try: groupwise export runs/chat my-model
     """
 
     run_dir: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="RUN")]
@@ -28,6 +28,8 @@ class ExportArguments:
     """Where to write: a folder that is not there yet, or an empty one."""
     adapter: bool = False
     """Write a LoRA adapter alone. Otherwise it is merged into the weights."""
+    weights: Literal["auto", "trained", "averaged"] = "auto"
+    """Weights of the last update, or their moving average; auto takes the average where the run kept one."""
 
 
 def run(arguments: list[str], as_json: bool) -> int:
@@ -37,6 +39,10 @@ def run(arguments: list[str], as_json: bool) -> int:
     checkpoint = newest_valid_checkpoint(options.run_dir / "checkpoints", _warn)
     if checkpoint is None:
         raise UserError(f"{options.run_dir} holds no checkpoint. Name the folder of a run, such as runs/chat.")
+    if options.weights == "averaged" and not has_ema(checkpoint):
+        raise UserError(
+            f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Take --weights trained."
+        )
     with quiet_stdout(as_json):
         kind = _export(options, checkpoint)
     num_bytes = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
@@ -51,15 +57,16 @@ def _export(options: ExportArguments, checkpoint: Path) -> str:
     """Writes the folder; returns what it holds."""
     workload = read_json(options.run_dir / "config.json").get("workload")
     settings = workload if isinstance(workload, dict) else {}
+    averaged = has_ema(checkpoint) and options.weights != "trained"
     if isinstance(settings.get("policy"), dict):
         from groupwise.workloads.chat.build import export as export_chat
 
-        export_chat(options.run_dir, options.folder, adapter=options.adapter)
+        export_chat(options.run_dir, options.folder, adapter=options.adapter, ema=averaged)
         return "a language model's adapter" if options.adapter else "a language model"
     if settings.get("pipeline"):
         from groupwise.workloads.flow.export import export as export_flow
 
-        export_flow(options.run_dir, options.folder, ema=has_ema(checkpoint), merge=not options.adapter)
+        export_flow(options.run_dir, options.folder, ema=averaged, merge=not options.adapter)
         return "a pipeline's adapter" if options.adapter else "a pipeline's transformer"
     if (checkpoint / "config.json").is_file():
         from groupwise.workloads.controller.serving.adaptive import AdaptiveModel

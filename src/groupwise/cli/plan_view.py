@@ -47,6 +47,8 @@ def show(plan: MemoryPlan, measured: Mapping[str, Mapping[str, int]], picture: P
     for name, setting in plan.settings.items():
         console.print(_bar(name, setting), soft_wrap=True)
     console.print(_legend(current), soft_wrap=True)
+    if current.stages.host:
+        console.print(f"\nIn host memory besides, on each rank: {_host_parts(current)}.", soft_wrap=True)
     console.print(f"\n{_explain_group_size(plan)}")
     if plan.reductions and (not plan.fits or current.utilization > _FULL):
         console.print("\nWhat to reduce first, each on top of those before:")
@@ -102,6 +104,11 @@ def _compare(source: str, stage: str, peak: int, setting: PlannedSetting) -> str
         f"{source} of the {stage}: {format_bytes(peak)}; planned, without margin: {format_bytes(planned)}"
         f" ({planned / peak - 1:+.1%})"
     )
+
+
+def _host_parts(setting: PlannedSetting) -> str:
+    what = {"checkpoint": "while a checkpoint is written, for the copy that is written", "optimizer": "for the moments"}
+    return ", ".join(f"{format_bytes(size)} {what[name]}" for name, size in setting.stages.host.items())
 
 
 def _explain_group_size(plan: MemoryPlan) -> str:

@@ -23,14 +23,16 @@ class DeviceTraits:
     """torch has a kernel that does the whole AdamW step in one pass over memory."""
     compiles_attention: bool = False
     """torch.compile makes one kernel of flex attention and its mask."""
+    copies_from_pinned: bool = False
+    """Host memory can be pinned, from which copies to the device are faster."""
     flash_with_lse: bool = False
     """A fused attention kernel returns its log-sum-exp and has a backward that takes a merged one."""
 
 
 TRAITS = {
     "cpu": DeviceTraits(has_float64=True, fused_adamw=True, flash_with_lse=True),
-    "cuda": DeviceTraits(has_float64=True, fused_adamw=True, compiles_attention=True),
-    "xpu": DeviceTraits(has_float64=True),
+    "cuda": DeviceTraits(has_float64=True, fused_adamw=True, compiles_attention=True, copies_from_pinned=True),
+    "xpu": DeviceTraits(has_float64=True, copies_from_pinned=True),
     "mps": DeviceTraits(),
     "npu": DeviceTraits(),
 }

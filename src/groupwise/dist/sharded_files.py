@@ -31,13 +31,17 @@ def copy_to_host(tensors: Mapping[str, Tensor]) -> HostCopy:
     return HostCopy({name: _copy(tensor) for name, tensor in tensors.items()})
 
 
-def copy_part_to_host(tensors: Mapping[str, Tensor], *, is_main: bool) -> HostCopy:
-    """This rank's rows of sharded tensors, where it is in the first copy of them; the first rank also those of others."""
+def copy_part_to_host(tensors: Mapping[str, Tensor], placed_as: Mapping[str, Tensor], *, is_main: bool) -> HostCopy:
+    """This rank's rows of sharded tensors, where it is in the first copy of them; the first rank also those of others.
+
+    `placed_as`: sharded tensors by the names of those of which a rank has its rows as a plain tensor.
+    """
     own: dict[str, Tensor] = {}
     offsets: dict[str, list[int]] = {}
     for name, tensor in tensors.items():
-        rows = rows_of(tensor)
-        if (rows is None and is_main) or (rows is not None and (rows.stop > rows.start) and _is_first_copy(tensor)):
+        placed = placed_as.get(name, tensor)
+        rows = rows_of(placed)
+        if (rows is None and is_main) or (rows is not None and (rows.stop > rows.start) and _is_first_copy(placed)):
             own[name] = _copy(tensor)
             offsets[name] = [rows.start if rows else 0, *[0] * (tensor.ndim - 1)][: tensor.ndim]
     return HostCopy(own, offsets)
@@ -58,9 +62,12 @@ def rows_of(tensor: Tensor) -> slice | None:
 
 
 @torch.no_grad()
-def read_into(target: Tensor, files: TensorFiles, name: str) -> None:
-    """Fill a tensor, or this rank's part of it, from the same rows in files."""
-    local(target).copy_(files.read(name, rows_of(target)))
+def read_into(target: Tensor, files: TensorFiles, name: str, *, placed_as: Tensor | None = None) -> None:
+    """Fill a tensor, or this rank's part of it, from the same rows in files.
+
+    `placed_as`: a sharded tensor of which the target is this rank's part, as a plain tensor.
+    """
+    local(target).copy_(files.read(name, rows_of(target if placed_as is None else placed_as)))
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ class PlannedSetting:
             "fits": self.fits,
             "sharding": _sharding_to_dict(self.spec.sharding),
             "parts": self.stages.to_dict(),
+            "host_bytes": dict(self.stages.host),
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from groupwise.core.shape import StepShape
 from groupwise.memory.sharding import GATHERED_BLOCKS, ROLLOUT_COPY, Sharding, ShardUnits, UnitParams, per_rank
@@ -25,6 +25,8 @@ class StepSpec:
     """AdamW's step needs no temporaries, as on CPU and CUDA. False also while the device is not known."""
     sharding: Sharding | None = None
     """None where each rank has a whole copy."""
+    offloads_optimizer: bool = False
+    """Moments are in host memory; those that an update has on the device, of one weight at a time, are not counted."""
 
     def conditions_in(self, rows: int) -> int:
         """Most different conditions in a pass of so many rows: few where a group stays on one rank.
@@ -44,6 +46,8 @@ class StageBytes:
 
     rollout: BytesByPart
     update: BytesByPart
+    host: BytesByPart = field(default_factory=dict)
+    """In host memory besides: what is kept there, and the copy that a checkpoint is written from."""
 
     @property
     def peak(self) -> int:
@@ -55,7 +59,7 @@ class StageBytes:
 
     def with_margin(self) -> StageBytes:
         """With what an accelerator's framework adds."""
-        return StageBytes(_with_margin(self.rollout), _with_margin(self.update))
+        return replace(self, rollout=_with_margin(self.rollout), update=_with_margin(self.update))
 
     def to_dict(self) -> dict[str, dict[str, int]]:
         return {"rollout": dict(self.rollout), "update": dict(self.update)}
@@ -79,15 +83,22 @@ class WeightBytes:
         parts = {
             "weights": weights,
             "gradients": trained,
-            "optimizer": 2 * trained,
+            "optimizer": 0 if spec.offloads_optimizer else 2 * trained,
             "EMA weights": trained if spec.has_ema else 0,
             "reference": reference_copies * weights,
         }
         return {name: per_rank(size, spec.sharding) for name, size in parts.items()}
 
+    def host_bytes(self, spec: StepSpec) -> dict[str, int]:
+        """What a rank holds on the host: trained weights, moments and averages while a checkpoint is written."""
+        trained = per_rank(self.trained_params * self.trained_dtype_bytes, spec.sharding)
+        moments = 2 * trained if spec.offloads_optimizer else 0
+        return drop_zero({"optimizer": moments, "checkpoint": trained * (4 if spec.has_ema else 3)})
+
     def optimizer_temporaries(self, spec: StepSpec) -> int:
         """Intermediate results of AdamW's step: one number for every parameter, or none where it is fused."""
-        return 0 if spec.fused_optimizer else per_rank(self.trained_params * self.trained_dtype_bytes, spec.sharding)
+        none = spec.fused_optimizer or spec.offloads_optimizer
+        return 0 if none else per_rank(self.trained_params * self.trained_dtype_bytes, spec.sharding)
 
     def stage_bytes(
         self, spec: StepSpec, persistent: BytesByPart, rollout: Sequence[BytesByPart], update: PassPeaks
@@ -99,6 +110,7 @@ class WeightBytes:
             return StageBytes(
                 peak_of_rollout(persistent, rollout),
                 peak_of_update(persistent, candidates, temporaries, one_pass=update.one_backward),
+                self.host_bytes(spec),
             )
         units = self._units
         name = GATHERED_BLOCKS if sharding.rollout == "blocks" else ROLLOUT_COPY
@@ -108,6 +120,7 @@ class WeightBytes:
         return StageBytes(
             peak_of_rollout(persistent, [{**gathered, **candidate} for candidate in rollout]),
             drop_zero({**persistent, **_largest(candidates)}),
+            self.host_bytes(spec),
         )
 
     def _sharded_peaks(

@@ -44,6 +44,9 @@ class OptimizerConfig:
     """Updates on each step's rollouts. From the second on the ratio differs from 1, and clipping takes effect."""
     ema_decay: float | None = None
     """Decay of an exponential moving average of the weights, which evaluation then uses. None for no average."""
+    offload: bool = False
+    """Keep AdamW's two moments in host memory; those of one weight at a time are copied to the device for its update.
+    Less memory on the device, slower updates, the same result."""
 
     def __post_init__(self) -> None:
         require_types(self, "optimizer.")
@@ -176,7 +179,12 @@ class Config:
     def step_spec(self, *, ranks: int = 1, fused_optimizer: bool = False) -> StepSpec:
         """The numbers that decide the memory of a run, whatever the dataset's size."""
         shape = self.shape(conditions=UNKNOWN_DATASET_SIZE, ranks=ranks)
-        return StepSpec(shape, has_ema=self.optimizer.ema_decay is not None, fused_optimizer=fused_optimizer)
+        return StepSpec(
+            shape,
+            has_ema=self.optimizer.ema_decay is not None,
+            fused_optimizer=fused_optimizer,
+            offloads_optimizer=self.optimizer.offload,
+        )
 
     @property
     def updates(self) -> int:
@@ -193,7 +201,7 @@ MEMORY_SETTINGS = (
 """Fields that limit how many rows or tokens are processed at once. They change no result."""
 SHARD_SETTINGS = ("shard", "shard_over", "shard_rollout", "shard_exchange")
 """Fields that decide where the numbers of a policy are held. They change no result but by rounding."""
-MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", *MEMORY_SETTINGS, *SHARD_SETTINGS)
+MAY_CHANGE_ON_RESUME = ("steps", "run", "recipe", "optimizer.offload", *MEMORY_SETTINGS, *SHARD_SETTINGS)
 """Fields that may differ from the checkpoint's. Of these only `steps` can change the result, where the learning rate or
 the entropy bonus falls over the run."""
 

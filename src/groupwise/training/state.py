@@ -14,6 +14,7 @@ from groupwise.core.errors import UserError
 from groupwise.dist.devices import has_fused_adamw
 from groupwise.memory.recovery import RowLimits
 from groupwise.training.config import OptimizerConfig
+from groupwise.training.offload import OffloadedAdamW
 
 
 @dataclass
@@ -33,6 +34,11 @@ class State:
     @property
     def trainable(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.policy.parameters() if parameter.requires_grad]
+
+    @property
+    def offloaded(self) -> bool:
+        """Whether the moments are on the host."""
+        return isinstance(self.optimizer, OffloadedAdamW)
 
     @property
     def fused(self) -> bool:
@@ -71,7 +77,7 @@ def create_state(policy: nn.Module, config: OptimizerConfig) -> State:
             "The policy has no parameter that requires a gradient, so there is nothing to train. Unfreeze some, or add"
             " an adapter."
         )
-    optimizer = torch.optim.AdamW(
+    optimizer = (OffloadedAdamW if config.offload else torch.optim.AdamW)(
         weights.values(),
         lr=config.learning_rate,
         betas=config.betas,
@@ -85,7 +91,10 @@ def create_state(policy: nn.Module, config: OptimizerConfig) -> State:
 
 
 def missing_adam_state(state: State) -> list[Tensor]:
-    """Memory for AdamW's two moments of each weight that has none yet."""
+    """Memory on the device for AdamW's two moments of each weight that has none yet; offloaded, of the largest one."""
+    if state.offloaded:
+        largest = max(state.trainable, key=lambda weight: weight.numel())
+        return [torch.empty_like(largest) for _ in range(2)]
     new = [weight for weight in state.trainable if not state.optimizer.state.get(weight)]
     return [torch.empty_like(weight) for weight in new for _ in range(2)]
 
@@ -96,7 +105,7 @@ def reserve_optimizer_memory(state: State) -> None:
     Two moments for each weight that has none yet; and where AdamW is not fused, one temporary for every weight.
     """
     reserved = missing_adam_state(state)
-    if not state.fused:
+    if not state.fused and not state.offloaded:
         reserved += [torch.empty_like(weight) for weight in state.trainable]
 
 

@@ -1,5 +1,6 @@
 """Out of memory by the device's own limit, recovered with the same gradient; its memory measured and planned for."""
 
+import gc
 import json
 import subprocess
 import sys
@@ -163,3 +164,24 @@ def test_used_and_total_memory_are_those_of_the_device(device, counters):
     assert used_bytes(device) - before == held.nbytes
     counters.set_memory_limit(1 << 30)
     assert device_bytes(device) == 1 << 30
+
+
+@pytest.mark.device
+def test_offloaded_moments_leave_the_device_and_the_update_is_the_same(device, counters):
+    config = replace(small_recipe("chat", device=device.type), rows_per_pass=8)
+    weights, held = [], []
+    for offload in (False, True):
+        setup = set_up(replace(config, optimizer=replace(config.optimizer, offload=offload)))
+        base = torch.accelerator.memory_allocated(device)
+        train_step(setup)
+        setup.state.optimizer.zero_grad(set_to_none=True)
+        moments = [state["exp_avg"] for state in setup.state.optimizer.state.values()]
+        assert {moment.device.type for moment in moments} == {"cpu" if offload else device.type}
+        weights.append(weights_of(setup))
+        trained = sum(weight.nbytes for weight in setup.state.trainable)
+        held.append(torch.accelerator.memory_allocated(device) - base)
+        del moments, setup
+        gc.collect()
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weight) for name, weight in weights[1].items())
+    assert held[0] - held[1] == pytest.approx(2 * trained, rel=0.05)

@@ -14,6 +14,7 @@ from groupwise.core.io.files import parse_json, read_bytes
 from groupwise.core.io.tensor_files import TensorFiles
 from groupwise.dist.sharded_files import read_into
 from groupwise.training.config import differing_fields
+from groupwise.training.offload import host_moment
 from groupwise.training.state import State, trainable_weights
 from groupwise.workloads.checkpoint_files import (
     AVERAGED,
@@ -93,9 +94,11 @@ def _read_moments(path: Path, state: State, files: TensorFiles, *, updates: int)
         )
     by_weight: dict[str, dict[str, Tensor]] = {}
     for name, fields in shapes.items():
-        by_weight[name] = {field: torch.empty_like(weights[name]).detach() for field in fields if field != "step"}
+        weight = weights[name].detach()
+        empty = host_moment if state.offloaded else torch.empty_like
+        by_weight[name] = {field: empty(weight) for field in fields if field != "step"}
         for field, moment in by_weight[name].items():
-            read_into(moment, files, f"{MOMENTS}{name}.{field}")
+            read_into(moment, files, f"{MOMENTS}{name}.{field}", placed_as=weight)
         step = f"{MOMENTS}{name}.step"
         by_weight[name]["step"] = files.read(step) if step in files else torch.tensor(float(updates))
     return by_weight
@@ -118,6 +121,12 @@ def all_tensors(state: State) -> dict[str, Tensor]:
     return tensors | {f"{MOMENTS}{name}": tensor for name, tensor in moments.items()}
 
 
+def moments_placed_as(state: State) -> dict[str, Tensor]:
+    """The weight of each moment, which is sharded as the weight is."""
+    weights = trainable_weights(state.policy)
+    return {f"{MOMENTS}{name}.{field}": weights[name] for name in weights for field in ("exp_avg", "exp_avg_sq")}
+
+
 def policy_tensors(state: State) -> dict[str, Tensor]:
     """What training changes: trainable weights and buffers. Frozen weights are loaded from their own source."""
     return {**trainable_weights(state.policy), **dict(state.policy.named_buffers())}
@@ -133,6 +142,10 @@ def optimizer_tensors(state: State) -> dict[str, Tensor]:
 
 
 def _set_optimizer(state: State, by_weight: Mapping[str, Mapping[str, Tensor]]) -> None:
+    if state.offloaded:  # torch would move the moments to the device
+        for name, weight in trainable_weights(state.policy).items():
+            state.optimizer.state[weight] = dict(by_weight.get(name, {}))
+        return
     # The groups are this run's: AdamW's settings are in the config, and whether it is fused depends on the device.
     groups = state.optimizer.state_dict()["param_groups"]
     names = trainable_weights(state.policy)

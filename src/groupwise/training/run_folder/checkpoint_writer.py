@@ -29,7 +29,7 @@ from groupwise.core.io.tensor_files import write_tensors
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharded_files import HostCopy, copy_part_to_host, copy_to_host, part_name
 from groupwise.dist.sharding import is_sharded
-from groupwise.training.run_folder.checkpoint import all_tensors, optimizer_tensors, policy_tensors
+from groupwise.training.run_folder.checkpoint import all_tensors, moments_placed_as, optimizer_tensors, policy_tensors
 from groupwise.training.state import State
 from groupwise.workloads.checkpoint_files import (
     EMA_WEIGHTS,
@@ -217,7 +217,7 @@ def write_checkpoint(
 def _copies(state: State, comm: Comm) -> tuple[dict[str, HostCopy], int]:
     """What this rank writes, by file, and how many ranks write something: each its part, or the first one all."""
     if is_sharded(state.policy):
-        part = copy_part_to_host(all_tensors(state), is_main=comm.is_main)
+        part = copy_part_to_host(all_tensors(state), moments_placed_as(state), is_main=comm.is_main)
         return ({part_name(comm.rank): part} if part.tensors else {}), comm.ranks
     if not comm.is_main:
         return {}, 1

@@ -23,6 +23,9 @@ from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
 from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint, read_weights
 from groupwise.workloads.lora import merge_lora
 
+_SHARD_BYTES = 1 << 30
+"""Of an exported file: safetensors copies so much before it writes."""
+
 
 def build(config: ChatConfig, device: torch.device) -> ChatWorkload:
     """Load the workload on one device. Every rank loads the same."""
@@ -83,10 +86,11 @@ def _load_prompts(
     return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
-def export(run: Path | str, folder: Path | str, *, adapter: bool = False) -> Path:
-    """Write model and tokenizer of the run's newest valid checkpoint, with EMA weights where the run has them.
+def export(run: Path | str, folder: Path | str, *, adapter: bool = False, ema: bool | None = None) -> Path:
+    """Write model and tokenizer of the run's newest valid checkpoint; by default EMA weights where the run has them.
 
-    A LoRA adapter is merged; with `adapter` it is written alone, as PEFT does.
+    A LoRA adapter is merged; with `adapter` it is written alone, as PEFT does. Files hold at most 1 GiB each: that much
+    is in memory besides the model.
     """
     run, folder = Path(run), Path(folder)
     checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
@@ -96,10 +100,10 @@ def export(run: Path | str, folder: Path | str, *, adapter: bool = False) -> Pat
     if adapter and config.policy.lora_rank is None:
         raise UserError(f"The run in {run} trained all weights, so it has no adapter. Leave --adapter away.")
     policy = base_policy(config, torch.device("cpu"))
-    _load_weights(policy, checkpoint)
+    _load_weights(policy, checkpoint, ema=has_ema(checkpoint) if ema is None else ema)
     if config.policy.lora_rank is not None and not adapter:
         merge_lora(policy.model)
-    policy.model.save_pretrained(folder)
+    policy.model.save_pretrained(folder, max_shard_size=_SHARD_BYTES)
     load_tokenizer(config).save_pretrained(folder)
     return folder
 
@@ -117,8 +121,8 @@ def _policy_config(run: Path) -> PolicyConfig:
 
 
 @torch.no_grad()
-def _load_weights(policy: LanguageModelPolicy, checkpoint: Path) -> None:
+def _load_weights(policy: LanguageModelPolicy, checkpoint: Path, *, ema: bool) -> None:
     parameters = dict(policy.named_parameters())
-    for name, tensor in read_weights(checkpoint, ema=has_ema(checkpoint)):
+    for name, tensor in read_weights(checkpoint, ema=ema):
         if name in parameters:
             parameters[name].copy_(tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,11 @@ def export(run: Path | str, folder: Path | str, *, ema: bool = False, merge: boo
     settings = json.loads((run / "config.json").read_text())["workload"]
     if not settings.get("pipeline"):
         raise UserError(f"The run in {run} trained no pipeline, so there is none to export to.")
-    train, weights = _trained_parts(settings["train"]), _read_trained(checkpoint, ema=ema)
+    if ema and not has_ema(checkpoint):
+        raise UserError(f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Leave ema out.")
+    train = _trained_parts(settings["train"])
     transformers = _load_transformers(settings, train)
-    for name, transformer in transformers.items():
-        prefix = f"{name}." if len(transformers) > 1 else ""
-        _copy(transformer, {key.removeprefix(prefix): w for key, w in weights.items() if key.startswith(prefix)})
+    _copy(transformers, read_weights(checkpoint, ema=ema))
     folder.mkdir(parents=True, exist_ok=True)
     for name, transformer in transformers.items():
         _write(transformer, folder, name, settings, adapter=train.part == "lora" and not merge)
@@ -68,7 +68,7 @@ def _write(transformer: Any, folder: Path, name: str, settings: Mapping[str, Any
     if has_camera:
         torch.save(original_state(transformer), folder / CAMERA_CHECKPOINT)
     else:
-        transformer.save_pretrained(folder / name)
+        transformer.save_pretrained(folder / name, max_shard_size="1GB")  # so much is copied before it is written
 
 
 def _write_adapter(transformer: Any, folder: Path, settings: Mapping[str, Any]) -> None:
@@ -107,14 +107,13 @@ def _trained_parts(saved: Mapping[str, Any]) -> TrainedPartsConfig:
     return TrainedPartsConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
 
 
-def _read_trained(checkpoint: Path, *, ema: bool) -> dict[str, Tensor]:
-    if ema and not has_ema(checkpoint):
-        raise UserError(f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Leave ema out.")
-    return dict(read_weights(checkpoint, ema=ema))
-
-
 @torch.no_grad()
-def _copy(transformer: Any, weights: Mapping[str, Tensor]) -> None:
-    own = {**dict(transformer.named_parameters()), **dict(transformer.named_buffers())}
-    for name, weight in weights.items():
+def _copy(transformers: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
+    """One tensor at a time."""
+    own: dict[str, Tensor] = {}
+    for name, transformer in transformers.items():
+        prefix = f"{name}." if len(transformers) > 1 else ""
+        own |= {f"{prefix}{key}": tensor for key, tensor in transformer.named_parameters()}
+        own |= {f"{prefix}{key}": tensor for key, tensor in transformer.named_buffers()}
+    for name, weight in weights:
         own[name].copy_(weight)
