@@ -21,7 +21,7 @@ def recipe() -> Config:
             encode_rows=64,
             eval_rows=48,
         ),
-        steps=60,
+        steps=40,
         conditions_per_step=8,
         group_size=8,
         rows_per_pass=64,
