@@ -103,7 +103,8 @@ def _fit(conditions: Conditions, console: Console) -> tuple[Tensor, Tensor, Tens
             trial[list(columns)] = one * factor
             if (reward := conditions.reward(trial).mean()) > best:
                 best, components = reward, trial
-    console.print(f"reward by scale: { {s: round(r, 4) for s, r in zip(_SCALES, rewards.mean(1).tolist(), strict=False)} }")
+    by_scale = ", ".join(f"{scale} {reward:.4f}" for scale, reward in zip(_SCALES, rewards.mean(1), strict=True))
+    console.print(f"reward by scale: {by_scale}")
     console.print(
         f"one scale {one:.2f}, by light {by_light.tolist()}, roll, pan, dolly {components[[2, 3, 5]].tolist()}"
     )
