@@ -1,6 +1,7 @@
 """What members of a group share, the trained window and correct groups, compared with other loops on the embedded task.
 
-    window     the recipe: two neighboring steps are sampled and trained, members share the steps before them
+    window     the recipe: one step is sampled and trained, the next one in the next training step; members share those
+               before it
     plain      a plain loop (bench/flow_usual.py) with the same window and correct groups: each member is denoised from
                noise of its own, and nothing is shared
     all        all steps but the last are sampled and trained

@@ -1,7 +1,7 @@
 """Pretraining of the embedded flow model: flow matching on clips in closed form, resumable at any step.
 
 First clips whose camera paths are labeled exactly. Then two models go on from the same weights, optimizer state and
-scenes: `base` with labels that say less than the camera did, most of them; `upper` with exact labels.
+scenes: `base` with labels of which half belong to another clip; `upper` with exact labels.
 The batch of a step is a function of config and step alone, so a resumed run gives bit-identical weights.
 """
 
@@ -36,6 +36,7 @@ from groupwise.workloads.flow.tasks.sprites.scene import (
 from tools.pretraining import restore_pretraining_state, save_pretraining_state
 
 _BATCH_KEY = 7  # of the random numbers that scenes and motions do not use
+_UNRELATED = 1  # added to the seed: paths of other clips than the labeled one
 _GATES = [2, 5]  # rows of a block's scale_shift_table
 
 Stage = Literal["shared", "base", "upper"]
@@ -58,10 +59,8 @@ class PretrainConfig:
     learning_rate: float = 1.5e-3
     warmup: int = 50
     """Steps over which the learning rate rises."""
-    gain: tuple[float, float] = (0.9, 2.1)
-    """The cameras of the base model's own clips went gain x the way that their labels say, uniform between these."""
-    label_scale: tuple[float, float] = (0.45, 1.1)
-    """And the labels say that many times the way of the task's paths, so that its clips go about as far as these."""
+    mislabeled: float = 0.5
+    """Share of the base model's own clips whose label is the camera path of another clip."""
     prompt_dropped: float = 0.1
     """Share of clips without a prompt, for guidance."""
     shift: float = 4.0
@@ -77,7 +76,7 @@ class PretrainConfig:
 class ClipBatch:
     clean: Latents
     conditioning: Conditioning
-    """Its camera is what the label says, which with a gain other than 1 is not the path that the clip shows."""
+    """Its camera is what the label says, which is not the path that a mislabeled clip shows."""
     sigma: Float[Tensor, " rows"]
     noise: Latents
 
@@ -86,27 +85,28 @@ def draw_batch(config: PretrainConfig, step: int, *, exact: bool) -> ClipBatch:
     """The clips of a step; their scenes, lights and noise are the same with exact labels and without."""
     numbers = step * config.rows + torch.arange(config.rows)
     scenes, motions = draw_scenes(config.seed, numbers), draw_motions(config.seed, numbers)
-    uniforms = uniform(config.seed, _BATCH_KEY, numbers[:, None], 0, 0, torch.arange(5)).float()
-    gain, scale = (
-        (1.0, 1.0) if exact else (_between(*config.gain, uniforms[:, 0]), _between(*config.label_scale, uniforms[:, 4]))
-    )
-    labels = scale * motions
+    uniforms = uniform(config.seed, _BATCH_KEY, numbers[:, None], 0, 0, torch.arange(4)).float()
+    shown = motions if exact else _mislabel(config, numbers, motions, uniforms[:, 0])
     lights = list(LIGHT_LEVELS)
     prompts = [lights[int(len(lights) * number)] for number in uniforms[:, 1].tolist()]
     dropped = (uniforms[:, 2] < config.prompt_dropped).tolist()
-    clean = latents_of(scenes, motion_to_pose(gain * labels), light_levels(prompts))
+    clean = latents_of(scenes, motion_to_pose(shown), light_levels(prompts))
     conditioning = {
         "text": encode_prompts(["" if drop else prompt for prompt, drop in zip(prompts, dropped, strict=True)]),
         "source": encode_source(source_pictures(scenes)),
-        "camera": motion_to_pose(labels),
+        "camera": motion_to_pose(motions),
     }
     sigma = config.shift * uniforms[:, 3] / (1 + (config.shift - 1) * uniforms[:, 3])
     generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
     return ClipBatch(clean, conditioning, sigma, torch.randn(clean.shape, generator=generator))
 
 
-def _between(low: float, high: float, uniforms: Float[Tensor, " rows"]) -> Float[Tensor, "rows 1 1"]:
-    return (low + (high - low) * uniforms).view(-1, 1, 1)
+def _mislabel(
+    config: PretrainConfig, numbers: Tensor, labels: Float[Tensor, "rows frames 6"], uniforms: Float[Tensor, " rows"]
+) -> Float[Tensor, "rows frames 6"]:
+    """The paths that clips with these labels show: their own, or one that has nothing to do with the label."""
+    unrelated = draw_motions(config.seed + _UNRELATED, numbers)
+    return torch.where((uniforms < config.mislabeled).view(-1, 1, 1), unrelated, labels)
 
 
 def build(config: PretrainConfig) -> WanTransformer3DModel:

@@ -53,33 +53,26 @@ def test_a_fresh_model_learns():
     assert denoising_loss(model, draw_batch(config, 31, exact=True)).item() < 0.9 * first
 
 
-def test_badly_labeled_clips_go_further_than_their_labels_say_along_the_same_path():
+def test_mislabeled_clips_show_a_path_that_has_nothing_to_do_with_the_label():
     config = replace(TINY, rows=256, prompt_dropped=0.5)
     numbers = 256 + torch.arange(256)
     scenes, motions = draw_scenes(config.seed, numbers), draw_motions(config.seed, numbers)
     exact, bad = (draw_batch(config, 1, exact=exact) for exact in (True, False))
     assert torch.equal(exact.noise, bad.noise)
-    assert_close(exact.conditioning["camera"], motion_to_pose(motions))
-    end, labels = motions[:, -1, 3:5], bad.conditioning["camera"][:, -1, 3:8:4]  # across, at the end of the path
-    scale = _share_along(labels, end)
-    assert_close(labels, scale[:, None] * end)
-    assert 0.45 <= scale.min() < 0.5
-    assert 1.05 < scale.max() <= 1.1 + 1e-4
+    for batch in (exact, bad):
+        assert_close(batch.conditioning["camera"], motion_to_pose(motions))
+    mislabeled = (bad.clean != exact.clean).flatten(1).any(1)
+    assert mislabeled.float().mean().item() == pytest.approx(config.mislabeled, abs=0.1)
     # the last two channels say how far the clip really went, in units of 0.25: at the middle, as far as the camera
-    went = bad.clean[:, 5:, -1, 5:7, 5:7].mean((-1, -2)) / 4
-    gain = _share_along(went, labels)
-    assert gain.min() > 0.85
-    assert gain.max() < 2.15
-    assert gain.mean().item() == pytest.approx(1.5, abs=0.06)
-    assert gain.std().item() == pytest.approx(1.2 / 12**0.5, abs=0.04)
+    went, asked = (batch.clean[mislabeled, 5:, -1, 5:7, 5:7].mean((-1, -2)) / 4 for batch in (bad, exact))
+    assert_close(asked, motions[mislabeled, -1, 3:5], atol=0.02, rtol=0)
+    assert went.norm(dim=1).mean().item() == pytest.approx(asked.norm(dim=1).mean().item(), abs=0.03)
+    cosine = torch.cosine_similarity(went, asked, dim=1)
+    assert abs(cosine.mean()) < 0.15
     light = 0.7 + 0.3 * 0.8 * exact.clean[:, 4, 0, 0, 0]
     assert_close(exact.clean, latents_of(scenes, motion_to_pose(motions), light))
     assert set((100 * light).round().int().tolist()) == {100, 70, 45}
     assert 0.35 < exact.conditioning["text"][:, :, 0].all(1).float().mean() < 0.65
-
-
-def _share_along(vectors, directions):
-    return (vectors * directions).sum(1) / directions.square().sum(1)
 
 
 def test_the_command_writes_models_that_can_be_loaded(tmp_path):
@@ -90,15 +83,15 @@ def test_the_command_writes_models_that_can_be_loaded(tmp_path):
             assert torch.equal(written.state_dict()[key], weight.bfloat16().float())
 
 
-def test_the_embedded_models_are_small_and_differ_in_whom_they_believe():
-    """The upper bound expects a camera that goes where the label says; the base model, one that goes further."""
+def test_the_embedded_models_are_small_and_differ_in_how_far_they_believe_the_label():
+    """From noise alone, the upper bound expects the whole labeled way; the base model, the share of right labels."""
     assert sum(path.stat().st_size for path in ASSET.rglob("*") if path.is_file()) < 8 * 10**6
     config = PretrainConfig(rows=64)
     batch = draw_batch(config, 10_000_000, exact=True)
     sigma = torch.ones(64)
-    for name, low, high in (("base", 1.25, 1.75), ("upper", 0.9, 1.1)):
+    for name, low, high in (("base", 0.4, 0.6), ("upper", 0.9, 1.1)):
         model = SpritesModel(load_sprites(ASSET / name))
         with torch.no_grad():
             clean = batch.noise - model.velocity(batch.noise, sigma, batch.conditioning)
-        gain = (clean[:, 5:, -1] * batch.clean[:, 5:, -1]).sum() / batch.clean[:, 5:, -1].square().sum()
-        assert low < gain < high, name
+        share = (clean[:, 5:, -1] * batch.clean[:, 5:, -1]).sum() / batch.clean[:, 5:, -1].square().sum()
+        assert low < share < high, name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Int64
+from jaxtyping import Float, Int64
 from torch import Tensor
 
 from groupwise.dist.devices import move_module
@@ -19,7 +19,7 @@ from groupwise.workloads.flow.tasks.sprites.rewards import SpritesRewards, expec
 from groupwise.workloads.flow.tasks.sprites.scene import LIGHT_LEVELS, draw_motions, draw_scenes, light_levels
 
 _SEED = 7
-_FIRST_HELD_OUT, _FIRST_FINAL = 1_000_000, 4_000_000
+_FIRST_HELD_OUT, FIRST_FINAL = 1_000_000, 6_000_000
 
 
 def sprites_task(config: SpritesConfig, device: torch.device) -> FlowTask:
@@ -39,14 +39,19 @@ def sprites_task(config: SpritesConfig, device: torch.device) -> FlowTask:
         images={"clips.png": draw_clips_sheet, "clips.gif": draw_clips_gif},
         num_images=6,
         final_report=lambda workload: compare_models(
-            workload, sprites_conditions(_FIRST_FINAL + torch.arange(config.final_scenes))
+            workload, sprites_conditions(FIRST_FINAL + torch.arange(config.final_scenes))
         ),
     )
 
 
+def sprites_motions(numbers: Int64[Tensor, " conditions"]) -> Float[Tensor, "conditions frames 6"]:
+    """The requested paths of these conditions as motions from the first pose."""
+    return draw_motions(_SEED, numbers)
+
+
 def sprites_conditions(numbers: Int64[Tensor, " conditions"]) -> list[Condition]:
     """A picture of a scene, and the camera path and the light in which to show it."""
-    scenes, cameras = draw_scenes(_SEED, numbers), motion_to_pose(draw_motions(_SEED, numbers))
+    scenes, cameras = draw_scenes(_SEED, numbers), motion_to_pose(sprites_motions(numbers))
     lights = list(LIGHT_LEVELS)
     prompts = [lights[number % len(lights)] for number in numbers.tolist()]
     sources, expected = source_pictures(scenes), expected_positions(scenes, cameras, light_levels(prompts))
