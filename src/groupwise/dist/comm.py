@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.tensor import DTensor
 
-from groupwise.core.buckets import BUCKET_NUMEL
 from groupwise.core.errors import OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.core.io.user_code import contain_exits, exit_process
+from groupwise.core.shape import BUCKET_NUMEL
 from groupwise.dist.devices import choose_device
 from groupwise.dist.heartbeat import Heartbeat
 from groupwise.dist.launcher import listen_on_loopback, was_restarted

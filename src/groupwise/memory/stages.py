@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from groupwise.core.buckets import BUCKET_NUMEL
-from groupwise.core.shape import StepShape
+from groupwise.core.shape import BUCKET_NUMEL, StepShape
 from groupwise.memory.sharding import EXCHANGE_BUFFERS, Sharding, ShardUnits, UnitParams, per_rank
 
 BytesByPart = Mapping[str, int]
