@@ -3,8 +3,8 @@
     python bench/sharding.py [--ranks 2 4] [--steps 3] [--width 512]
 
 The model is the embedded chat task's with more and wider layers and random weights. Memory: one process per rank and
-setting, tensors counted, and the growth of the process at its peak in two steps. Time: both settings in turn, in the
-same processes.
+setting, tensors counted, and the growth of the process at its peak in two steps. Time: all settings in turn, in the
+same processes. Sharded rollouts gather all weights first (whole), or block by block (blocks).
 """
 
 from __future__ import annotations
@@ -37,6 +37,11 @@ from groupwise.training.loop import train_step
 from groupwise.training.setup import Setup, set_up
 
 MIB = 2**20
+SETTINGS: dict[str, dict[str, Any]] = {
+    "replicated": {"shard": "none"},
+    "whole": {"shard": "full", "shard_rollout": "whole"},
+    "blocks": {"shard": "full", "shard_rollout": "blocks"},
+}
 
 
 def write_model(folder: Path, width: int) -> None:
@@ -56,14 +61,14 @@ def share_of_digits(prompts: Sequence[Any], completions: Sequence[Any], **_: Any
     return [sum(letter.isdigit() for letter in text) / len(text) for text in texts]
 
 
-def config_for(model: Path, shard: str) -> Config:
+def config_for(model: Path, setting: str) -> Config:
     config: Any = load_recipe("chat")
     policy = replace(config.workload.policy, model=str(model))
     sampling = replace(config.workload.sampling, max_new_tokens=16)
     rewards = replace(config.workload.rewards, functions=("sharding:share_of_digits",))
     workload = replace(config.workload, policy=policy, sampling=sampling, rewards=rewards)
     shape = {"conditions_per_step": 4, "group_size": 4, "rows_per_pass": 4}
-    return replace(config, workload=workload, shard=shard, **shape)
+    return replace(config, workload=workload, **SETTINGS[setting], **shape)
 
 
 def held_bytes(setup: Setup) -> dict[str, int]:
@@ -75,9 +80,9 @@ def held_bytes(setup: Setup) -> dict[str, int]:
     return {name: sum(local(tensor.detach()).nbytes for tensor in tensors) for name, tensors in parts.items()}
 
 
-def measure_memory(model: Path, shard: str) -> dict[str, int]:
+def measure_memory(model: Path, setting: str) -> dict[str, int]:
     before = psutil.Process().memory_info().rss
-    setup = set_up(config_for(model, shard))
+    setup = set_up(config_for(model, setting))
     return_freed_memory()
     for _ in range(2):
         train_step(setup)
@@ -98,17 +103,22 @@ def peak_rss() -> int:
 
 
 def measure_time(model: Path, steps: int) -> dict[str, Any]:
-    setups = {shard: set_up(config_for(model, shard)) for shard in ("none", "full")}
-    seconds: dict[str, list[float]] = {shard: [] for shard in setups}
+    setups = {setting: set_up(config_for(model, setting)) for setting in SETTINGS}
+    seconds: dict[str, list[float]] = {setting: [] for setting in setups}
     for _ in range(steps + 1):
-        for shard, setup in setups.items():
+        for setting, setup in setups.items():
             setup.comm.barrier()
             start = time.perf_counter()
             train_step(setup)
             setup.comm.barrier()
-            seconds[shard].append(time.perf_counter() - start)
-    ratios = [full / none for none, full in zip(seconds["none"][1:], seconds["full"][1:], strict=True)]
-    return {"seconds": {shard: values[1:] for shard, values in seconds.items()}, "ratio": statistics.median(ratios)}
+            seconds[setting].append(time.perf_counter() - start)
+    ratios = {
+        setting: statistics.median(
+            taken / alone for alone, taken in zip(seconds["replicated"][1:], values[1:], strict=True)
+        )
+        for setting, values in seconds.items()
+    }
+    return {"seconds": {setting: values[1:] for setting, values in seconds.items()}, "ratios": ratios}
 
 
 def run_rank(rank: int, ranks: int, port: int, model: Path, task: str, steps: int, output: Path) -> None:
@@ -147,12 +157,13 @@ def main() -> None:
 def measure(model: Path, options: argparse.Namespace) -> None:
     write_model(model, options.width)
     for ranks in options.ranks:
-        for shard in ("none", "full"):
-            parts = start(ranks, model, shard, options.steps)
+        for setting in SETTINGS:
+            parts = start(ranks, model, setting, options.steps)
             shown = ", ".join(f"{name} {num_bytes / MIB:.1f} MiB" for name, num_bytes in parts.items())
-            print(f"{ranks} ranks, --shard {shard}: {shown}", flush=True)
+            print(f"{ranks} ranks, {setting}: {shown}", flush=True)
     timed = start(2, model, "time", options.steps)
-    print(f"2 ranks: a sharded step takes {timed['ratio']:.2f} of a replicated one {timed['seconds']}", flush=True)
+    for setting, ratio in timed["ratios"].items():
+        print(f"2 ranks, {setting}: {ratio:.2f} of a replicated step {timed['seconds'][setting]}", flush=True)
 
 
 if __name__ == "__main__":

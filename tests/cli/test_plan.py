@@ -166,6 +166,14 @@ def test_over_a_node(config, capsys):
     assert json.loads(capsys.readouterr().out)["sharding"]["ranks"] == 4
 
 
+@pytest.mark.parametrize(("rollout", "planned"), [("auto", "whole"), ("whole", "whole"), ("blocks", "blocks")])
+def test_rollouts_gather_as_asked(config, rollout, planned, capsys):
+    arguments = ["plan", config, "--shard", "full", "--shard-rollout", rollout, "--ranks", "4", "--json"]
+    assert main([*arguments, "--device-memory", "80GiB"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"].values()
+    assert {setting["sharding"]["rollout"] for setting in settings} == {planned}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

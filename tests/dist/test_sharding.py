@@ -2,12 +2,17 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from processes import ENVIRONMENT
 from torch.testing import assert_close
+
+from groupwise.core.errors import UserError
+from groupwise.dist.comm import Comm
+from groupwise.dist.sharding import ranks_per_node
 
 WORKER = Path(__file__).parent / "shard_worker.py"
 WORKLOADS = ("chat", "controller", "flow", "idle")
@@ -42,6 +47,29 @@ def check_same_run(alone, sharded, ranks, copies):
     # each rank holds its part, up to the padding of tensors whose first axis the ranks do not divide
     assert sum(sharded["held"]) == copies * alone["held"][0]
     assert max(sharded["held"]) < copies * alone["held"][0] / ranks * 1.5
+
+
+@dataclass(frozen=True)
+class Launched(Comm):
+    """A rank of several, each of which has been launched on a node with so many."""
+
+    on_nodes: tuple[int, ...] = ()
+
+    def gather_objects(self, objects):
+        return list(self.on_nodes)
+
+
+@pytest.mark.parametrize(
+    ("on_nodes", "message"),
+    [
+        ((2, 2, 1), "the nodes have 1, 2 of 3 ranks.*--shard-over all"),
+        ((2, 2, 2), "the nodes have 2 of 3 ranks.*--nproc-per-node"),
+        ((1, 1), "each node has one rank.*--nproc-per-node N"),
+    ],
+)
+def test_nodes_that_cannot_hold_a_copy_are_refused(on_nodes, message):
+    with pytest.raises(UserError, match=message):
+        ranks_per_node(Launched(0, len(on_nodes), torch.device("cpu"), on_nodes=on_nodes))
 
 
 @pytest.fixture(scope="module")

@@ -32,10 +32,13 @@ def test_the_parts_by_hand():
 
 def test_gradients_that_come_while_activations_go_are_not_added():
     persistent = {"weights": 5, "gradients": 30}
-    one_pass = peak_of_update(persistent, [{"activations": 50}], 1, one_pass=True)
+    one_pass = peak_of_update(persistent, [{"activations": 50}], {"optimizer temporaries": 1}, one_pass=True)
     assert one_pass == {"weights": 5, "activations": 50}
-    assert peak_of_update(persistent, [{"activations": 50}], 1, one_pass=False)["gradients"] == 30
-    at_the_step = peak_of_update(persistent, [{"activations": 3}], 9, one_pass=False)
+    assert (
+        peak_of_update(persistent, [{"activations": 50}], {"optimizer temporaries": 1}, one_pass=False)["gradients"]
+        == 30
+    )
+    at_the_step = peak_of_update(persistent, [{"activations": 3}], {"optimizer temporaries": 9}, one_pass=False)
     assert at_the_step == persistent | {"optimizer temporaries": 9}
 
 

@@ -48,7 +48,8 @@ def test_an_optimizer_that_is_not_fused_holds_one_number_more_of_each(fused, num
     # weights, gradients and two moments of four bytes each; little besides
     assert peak == pytest.approx(4 * numbers_each * parameters, rel=0.02)
     weights = WeightBytes(0, parameters)
-    planned = peak_of_update(weights.by_part(spec), [{}], weights.optimizer_temporaries(spec), one_pass=False)
+    temporaries = {"optimizer temporaries": weights.optimizer_temporaries(spec)}
+    planned = peak_of_update(weights.by_part(spec), [{}], temporaries, one_pass=False)
     assert sum(planned.values()) == 4 * numbers_each * parameters
 
 

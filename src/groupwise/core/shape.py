@@ -15,6 +15,8 @@ UNKNOWN_DATASET_SIZE = 10**12
 MAX_ROLLOUTS_PER_STEP = 1 << 20
 """Each rank computes the placement of all rollouts of a step, about 60 bytes each, before it runs one."""
 MAX_RANKS = 1 << 20
+BUCKET_NUMEL = 1 << 22
+"""Elements per all-reduce when gradients are summed over the ranks: small tensors share one bucket."""
 _MAX_ROWS_PER_PASS = 1 << 31
 _SEARCHED = 8_192
 """Values on each side among which the nearest one that fits is searched."""

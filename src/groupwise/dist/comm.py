@@ -20,14 +20,13 @@ from torch.distributed.tensor import DTensor
 
 from groupwise.core.errors import DeviceLostError, OutOfMemoryError, UserError, is_out_of_memory
 from groupwise.core.io.user_code import contain_exits, exit_process
+from groupwise.core.shape import BUCKET_NUMEL
 from groupwise.dist.devices import choose_device, is_lost
 from groupwise.dist.heartbeat import Heartbeat
 from groupwise.dist.launcher import listen_on_loopback, was_restarted
 
 DEFAULT_TIMEOUT_S = 1800.0
 """Longer than rank 0 may evaluate alone while the others wait."""
-BUCKET_NUMEL = 1 << 22
-"""Elements per all-reduce when gradients are summed: small tensors share one bucket."""
 
 _ON_ALL_RANKS = "raised_on_all_ranks"
 
@@ -174,7 +173,8 @@ class Comm:
             whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
             buckets = _buckets(whole) if self.ranks > 1 else []
             largest = max((_numel(bucket) for bucket in buckets if len(bucket) > 1), default=0)
-            buffers = {bucket[0].dtype: bucket[0].new_empty(largest) for bucket in buckets}
+            examples = {bucket[0].dtype: bucket[0] for bucket in buckets}
+            buffers = {dtype: example.new_empty(largest) for dtype, example in examples.items()}
         for bucket in buckets:
             flat = bucket[0].view(-1)
             if len(bucket) > 1:

@@ -352,25 +352,48 @@ class _BlockGathers:
             block.reshard()
         self._has_gathered = True
 
-    def wait_for_turn(self, number: int) -> None:
-        """Return when all ranks are about to gather this module; raise where one has failed."""
+    def wait_for_turn(self, number: int, output: Tensor) -> None:
+        """Return when all ranks are about to gather this module into `output`; raise where one has failed."""
         if not self._on_request:
             self._comm.proceed()
             return
+        took_part = False
         while (asked := self._comm.least_request(number)) != number:
             assert asked is not None, "this rank asks"
-            self._take_part(asked)
+            self._take_part(asked, output)
+            took_part = True
+        if took_part:
+            self._copy_part(number, output)
 
-    @torch.no_grad()
-    def _take_part(self, number: int) -> None:
+    def _take_part(self, number: int, buffer: Tensor | None = None) -> None:
         """Send this rank's part to those who need it; here the block may be whole already, and nothing changes."""
         for group in _param_groups(self._modules[number]):
-            weights = [(weight._sharded_param_data, weight.param_dtype) for weight in group.fsdp_params]
-            parts = [part.to(dtype or part.dtype) for part, dtype in weights]
-            if len({part.dtype for part in parts}) > 1:
-                parts = [part.view(torch.uint8) for part in parts]
-            part, ranks = torch.cat(parts), group._all_gather_process_group
-            dist.all_gather_single(part.new_empty(ranks.size() * len(part)), part, group=ranks)
+            parts, dtype = _parts_and_dtype(group)
+            ranks = group._all_gather_process_group
+            size = sum(len(part) for part in parts) * ranks.size()
+            fits = buffer is not None and buffer.dtype == dtype and len(buffer) >= size
+            output = buffer[:size] if buffer is not None and fits else parts[0].new_empty(size, dtype=dtype)
+            dist.all_gather_single(output, self._copy_part(number, output), group=ranks)
+
+    @torch.no_grad()
+    def _copy_part(self, number: int, output: Tensor) -> Tensor:
+        """Where FSDP has it: this rank's part of the module, at its place in what is gathered."""
+        (group,) = _param_groups(self._modules[number])
+        ranks = group._all_gather_process_group
+        own = output.view(ranks.size(), -1)[ranks.rank()]
+        parts, _ = _parts_and_dtype(group)
+        for place, part in zip(own.split([len(part) for part in parts]), parts, strict=True):
+            place.copy_(part)
+        return own
+
+
+def _parts_and_dtype(group: Any) -> tuple[list[Tensor], torch.dtype]:
+    """This rank's part of each weight, and the dtype in which all are gathered: bytes, where they have several."""
+    weights = [(weight._sharded_param_data, weight.param_dtype) for weight in group.fsdp_params]
+    dtypes = {dtype or part.dtype for part, dtype in weights}
+    if len(dtypes) == 1:
+        return [part for part, _ in weights], *dtypes
+    return [part.to(dtype or part.dtype).view(torch.uint8) for part, dtype in weights], torch.uint8
 
 
 def _finish_prefetches(blocks: Iterable[Any]) -> None:
@@ -397,7 +420,7 @@ class _AgreedAllGather(_Allocates):
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         _try_copy(output_tensor)
-        self._gathers.wait_for_turn(self._number)
+        self._gathers.wait_for_turn(self._number, output_tensor)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
 

@@ -6,6 +6,7 @@ its part of each unit in the dtype of training; a unit is gathered in the dtype 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -64,23 +65,27 @@ class ShardUnits:
     exchange_bytes: int
     """Of a gradient's number in the exchange."""
 
-    def rollout_bytes(self, mode: RolloutMode) -> int:
-        """What a rollout gathers: all weights, with the last block in the collective's buffer, too; or the root and a
-        block, while the buffers of this block and of the one before are not yet freed.
+    def in_rollout(self, mode: RolloutMode, stages: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+        """Candidates for the peak of a rollout, from those of a model that is not sharded.
+
+        Block by block: the root and a block, with the buffers of this one and of the next one, which is asked for
+        before a block computes. Whole: all weights; and before the first row, the last block in its buffer, too.
         """
-        blocks = 3 * self.block.total + self.root.total
-        return self.compute_bytes * (blocks if mode == "blocks" else self.all_params + self.block.total)
+        if mode == "blocks":
+            return [{GATHERED_BLOCKS: self._gathered(blocks=3), **stage} for stage in stages]
+        whole, block = self.compute_bytes * self.all_params, self.compute_bytes * self.block.total
+        return [{ROLLOUT_COPY: whole + block}, *({ROLLOUT_COPY: whole, **stage} for stage in stages)]
 
     def at_root(self) -> dict[str, int]:
         """Between the forward and the backward pass: the root, and the buffer of a block."""
         return {GATHERED_BLOCKS: self._gathered(blocks=1)}
 
-    def in_blocks(self, sharding: Sharding, *, sums_uncut: bool) -> dict[str, int]:
-        """Where one block follows another, in whichever of the two passes takes more.
+    def in_last_block(self, sharding: Sharding, *, sums_uncut: bool) -> dict[str, int]:
+        """In the last block, with all activations, in whichever of the two passes takes more.
 
-        Forward: the block, its buffer, and that of the block before. Backward: the block and its gradient, the next
-        block's buffer, and the gradient of the block before, in exchange. Where uncut gradients are summed, what the
-        exchange of a block holds besides them is its buffer and the block's cut gradient.
+        Forward: the block, its buffer, and that of the block before. Backward: the block and its gradient, and the next
+        block's buffer. Where uncut gradients are summed, what the exchange of a block holds besides them is its buffer
+        and the block's cut gradient.
         """
         trained = self.block.trained
         forward = {GATHERED_BLOCKS: self._gathered(blocks=3)}
@@ -91,9 +96,13 @@ class ShardUnits:
                 EXCHANGE_BUFFERS: buffer + per_rank(buffer, sharding),
             }
         else:
-            gradients = trained * (self.compute_bytes + self.exchange_bytes)
-            backward = {GATHERED_BLOCKS: self._gathered(blocks=2), EXCHANGE_BUFFERS: gradients}
+            backward = {GATHERED_BLOCKS: self._gathered(blocks=2), EXCHANGE_BUFFERS: trained * self.compute_bytes}
         return max(forward, backward, key=lambda parts: sum(parts.values()))
+
+    def in_block_before(self) -> dict[str, int]:
+        """In the backward pass of a block, with the gradient of the block behind it in exchange."""
+        gradients = self.block.trained * (self.compute_bytes + self.exchange_bytes)
+        return {GATHERED_BLOCKS: self._gathered(blocks=2), EXCHANGE_BUFFERS: gradients}
 
     def at_start(self) -> dict[str, int]:
         """When a forward pass begins: root and first block, both with their buffers."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from groupwise.core.shape import StepShape
-from groupwise.memory.sharding import GATHERED_BLOCKS, ROLLOUT_COPY, Sharding, ShardUnits, UnitParams, per_rank
+from groupwise.core.shape import BUCKET_NUMEL, StepShape
+from groupwise.memory.sharding import EXCHANGE_BUFFERS, Sharding, ShardUnits, UnitParams, per_rank
 
 BytesByPart = Mapping[str, int]
 FRAMEWORK_PART = "framework (margin)"
@@ -107,18 +107,20 @@ class WeightBytes:
         temporaries, sharding = self.optimizer_temporaries(spec), spec.sharding
         if sharding is None:
             candidates = [*update.at_root, *update.in_blocks]
+            buffer = (
+                min(persistent["gradients"], self.trained_dtype_bytes * BUCKET_NUMEL) if spec.shape.ranks > 1 else 0
+            )
+            after_backward = [{"optimizer temporaries": temporaries}, {EXCHANGE_BUFFERS: buffer}]
             return StageBytes(
                 peak_of_rollout(persistent, rollout),
-                peak_of_update(persistent, candidates, temporaries, one_pass=update.one_backward),
+                peak_of_update(persistent, candidates, _largest(after_backward), one_pass=update.one_backward),
                 self.host_bytes(spec),
             )
         units = self._units
-        name = GATHERED_BLOCKS if sharding.rollout == "blocks" else ROLLOUT_COPY
-        gathered = {name: units.rollout_bytes(sharding.rollout)}
         step = {"gradients": persistent["gradients"], "optimizer temporaries": temporaries}
         candidates = [*self._sharded_peaks(units, sharding, persistent["gradients"], update), step]
         return StageBytes(
-            peak_of_rollout(persistent, [{**gathered, **candidate} for candidate in rollout]),
+            peak_of_rollout(persistent, units.in_rollout(sharding.rollout, rollout)),
             drop_zero({**persistent, **_largest(candidates)}),
             self.host_bytes(spec),
         )
@@ -140,7 +142,10 @@ class WeightBytes:
             if update.one_backward:
                 exchanged = per_rank(units.cut_before_last_block * self.trained_dtype_bytes, sharding)
                 held = max(0, exchanged - candidate.get("activations", 0))
-            yield {"gradients": held, **units.in_blocks(sharding, sums_uncut=sums_uncut), **candidate}
+            yield {"gradients": held, **units.in_last_block(sharding, sums_uncut=sums_uncut), **candidate}
+            if not sums_uncut:
+                left = candidate.get("activations", 0) - update.freed_per_block
+                yield {"gradients": held, **units.in_block_before(), **candidate, "activations": left}
         yield {"gradients": cut, **units.at_end(sums_uncut=sums_uncut)}
 
     @property
@@ -158,6 +163,8 @@ class PassPeaks:
     """Behind the last block, as at the head."""
     one_backward: bool = False
     """A step has one backward pass alone."""
+    freed_per_block: int = 0
+    """Activations that the backward pass of a block frees."""
 
 
 def peak_of_rollout(persistent: BytesByPart, candidates: Sequence[BytesByPart]) -> dict[str, int]:
@@ -167,18 +174,18 @@ def peak_of_rollout(persistent: BytesByPart, candidates: Sequence[BytesByPart]) 
 
 
 def peak_of_update(
-    persistent: BytesByPart, candidates: Sequence[BytesByPart], optimizer_temporaries: int, *, one_pass: bool
+    persistent: BytesByPart, candidates: Sequence[BytesByPart], after_backward: BytesByPart, *, one_pass: bool
 ) -> dict[str, int]:
-    """The peak of an update: the largest of its passes' candidates, or the optimizer's step.
+    """The peak of an update: the largest of its passes' candidates, or what follows them, with all gradients.
 
     In a step of one pass, gradients are made while activations are freed: only the larger of the two is held.
     """
     candidate = _largest(candidates)
     activations, gradients = sum(candidate.values()), persistent["gradients"]
     held_gradients = max(0, gradients - activations) if one_pass else gradients
-    if held_gradients + activations >= gradients + optimizer_temporaries:
+    if held_gradients + activations >= gradients + sum(after_backward.values()):
         return drop_zero({**persistent, "gradients": held_gradients, **candidate})
-    return drop_zero({**persistent, "optimizer temporaries": optimizer_temporaries})
+    return drop_zero({**persistent, **after_backward})
 
 
 def drop_zero(parts: BytesByPart) -> dict[str, int]:

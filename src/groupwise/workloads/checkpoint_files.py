@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from groupwise.core.errors import UserError
-from groupwise.core.io.files import open_regular, parse_json, read_json
+from groupwise.core.io.files import open_regular, read_json
 
 if TYPE_CHECKING:
     from torch import Tensor

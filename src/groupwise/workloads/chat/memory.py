@@ -155,7 +155,8 @@ class ChatMemory:
             },
         ]
         in_blocks = [{"activations": in_layers + tokens * in_layer, **uncut_head, **always}]
-        return PassPeaks(in_blocks, at_root, one_backward=spec.shape.passes == 1)
+        freed = tokens * saved // model.layers
+        return PassPeaks(in_blocks, at_root, one_backward=spec.shape.passes == 1, freed_per_block=freed)
 
     @property
     def _norm_results_saved(self) -> bool:
