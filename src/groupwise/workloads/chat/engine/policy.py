@@ -209,6 +209,7 @@ def _load_without_weights(folder: Path, dtype: torch.dtype) -> Any:
         return None
     with without_weights(), no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+    model.tie_weights()
     converted = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))
     kept_in_float32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
     if converted or (kept_in_float32 and dtype in (torch.bfloat16, torch.float16)) or not defer_weights(model, files):
