@@ -133,15 +133,11 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def root_gathered(model: nn.Module) -> Iterator[None]:
-    """Within it weights outside of blocks are whole, in whatever order parts of the model are called."""
-    _set_reshard_after_forward(model, keep_root=True)
-    _unshard_root(model)
-    try:
+def gathered_once(model: nn.Module) -> Iterator[None]:
+    """As `gathered`, also for a frozen model, which frees all its weights after each forward."""
+    with gathered(model):
         yield
-    finally:
-        reshard(model)
-        _set_reshard_after_forward(model, keep_root=any(weight.requires_grad for weight in model.parameters()))
+    _set_reshard_after_forward(model, keep_root=any(weight.requires_grad for weight in model.parameters()))
 
 
 @contextmanager
