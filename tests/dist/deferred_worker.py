@@ -25,7 +25,8 @@ from torch.multiprocessing.spawn import start_processes
 import groupwise as gw
 from groupwise.dist.comm import Comm, connect, disconnect, exit_now
 from groupwise.dist.deferred_weights import deferring_weights, is_deferred
-from groupwise.dist.sharding import full, gathered, reshard
+from groupwise.dist.sharding import full, reshard, rollout_weights
+from groupwise.recipes import load_recipe
 from groupwise.training.setup import _shard
 from groupwise.workloads.base import WorkloadConfig
 from groupwise.workloads.chat.config import PolicyConfig
@@ -66,6 +67,7 @@ def configs(folder: Path) -> dict[str, Any]:
     flow = {"train": TrainedPartsConfig(part="all"), "dtype": "float32"}
     return {
         "chat with a copy": replace(chat, policy=PolicyConfig(model=chat.policy.model, reference="copy")),
+        "chat with a tied head": load_recipe("chat").workload,
         "chat lora": replace(chat, policy=PolicyConfig(model=chat.policy.model, lora_rank=2)),
         "wan lora": config_of(folder / "wan-2.1", "wan-2.1", train=LORA, dtype="bfloat16"),
         "camera": CameraConfig(folder / "wan-2.1", "camera"),
@@ -89,7 +91,7 @@ def held(config: Any, comm: Comm, *, deferred: bool) -> dict[str, Tensor]:
     trained = sum(weight.numel() for weight in workload.policy.parameters() if weight.requires_grad)
     shares = getattr(workload.policy, "shares_prefix", None)
     ties = len(list(workload.policy.named_parameters(remove_duplicate=False)))
-    with gathered(workload.policy):
+    with rollout_weights(workload.policy):
         dtypes = [weight.dtype.itemsize for weight in workload.policy.parameters()]
     reshard(workload.policy)
     if isinstance(config, CameraConfig):

@@ -13,6 +13,7 @@ from tiny.llama import save_model
 from torch import nn
 
 from groupwise.dist.deferred_weights import defer_weights, deferring_weights, files_in, is_deferred, without_weights
+from groupwise.recipes import load_recipe
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.chat.engine.policy import load_policy
 
@@ -49,6 +50,13 @@ def test_a_deferred_policy_holds_no_weight_and_its_adapter_is_the_one_that_is_ad
         assert weight.is_meta or torch.equal(weight, weights[name])
     for (_, buffer), (_, expected) in zip(deferred.named_buffers(), loaded.named_buffers(), strict=True):
         assert torch.equal(buffer, expected)
+
+
+def test_a_tied_head_stays_tied():
+    with deferring_weights(True):
+        policy = load_policy(load_recipe("chat").workload.policy)
+    assert is_deferred(policy)
+    assert policy.model.lm_head.weight is policy.model.model.embed_tokens.weight
 
 
 def test_what_a_folder_lacks_is_left_to_transformers_which_refuses_it(model):

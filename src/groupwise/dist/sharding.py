@@ -72,8 +72,8 @@ def shard(
         call_block(model, lambda: None)  # FSDP takes the module that runs first for the root
         _set_reshard_after_forward(model, keep_root=model is policy)
         reshard(model)
-    if rollout == "blocks":
-        setattr(policy, _BLOCK_GATHERS, gathers)
+        if rollout == "blocks":
+            setattr(model, _BLOCK_GATHERS, gathers)
 
 
 def _configure(module: Any, comm: Comm, gathers: _BlockGathers) -> None:
@@ -148,18 +148,6 @@ def rollout_weights(model: nn.Module) -> Iterator[None]:
     finally:
         for module in whole:
             setattr(module, _WHOLE, False)
-        reshard(model)
-        _set_reshard_after_forward(model, keep_root=True)
-
-
-@contextmanager
-def root_gathered(model: nn.Module) -> Iterator[None]:
-    """Within it weights outside of blocks are whole, in whatever order parts of the model are called."""
-    _set_reshard_after_forward(model, keep_root=True)
-    _unshard_root(model)
-    try:
-        yield
-    finally:
         reshard(model)
         _set_reshard_after_forward(model, keep_root=any(weight.requires_grad for weight in model.parameters()))
 

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from groupwise.dist.sharding import call_block
+from groupwise.dist.sharding import call_block, is_sharded
 from groupwise.workloads.chat.engine.attention import AttentionLayout, layout_attention
 
 Values = Float[Tensor, "*batch width"]
@@ -119,8 +119,8 @@ def _children(module: Any) -> set[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks run only when a module is called, which the shorter forward does not do."""
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+    """Hooks run only when a module is called, which the shorter forward does not do. Those of FSDP `call_block` runs."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) and not is_sharded(module)
 
 
 def _linear(module: Any, values: Tensor) -> Tensor:

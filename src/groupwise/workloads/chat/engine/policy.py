@@ -26,7 +26,7 @@ from groupwise.dist.deferred_weights import (
     without_weights,
 )
 from groupwise.dist.devices import move_module
-from groupwise.dist.sharding import root_gathered
+from groupwise.dist.sharding import rollout_weights
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.chat.engine.attention import AttentionLayout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
@@ -155,7 +155,7 @@ class LanguageModelPolicy(nn.Module):
         if self.config.forward == "plain":
             return "policy.forward is 'plain'"
         for model in (self.causal_lm, *([self.reference_model] if self.reference_model is not None else [])):
-            with root_gathered(self if model is self.model else model):
+            with rollout_weights(self if model is self.model else model):
                 forward = shared_prefix_forward(model)
             if not isinstance(forward, str):
                 self._forwards = (*self._forwards, forward)
@@ -208,7 +208,10 @@ def _load_without_weights(folder: Path, dtype: torch.dtype) -> Any:
     if files is None or type(settings) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
     with without_weights(), no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype, trust_remote_code=False)
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)
+    model.tie_weights()
+    for weight in model.parameters():  # alone: transformers computes buffers in float32
+        weight.data = weight.data.to(dtype)
     converted = any(isinstance(each, WeightConverter) for each in get_model_conversion_mapping(model))
     kept_in_float32 = model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict
     if converted or (kept_in_float32 and dtype in (torch.bfloat16, torch.float16)) or not defer_weights(model, files):
