@@ -27,17 +27,21 @@ def parts_of(folder):
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path):
-    unbroken = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "unbroken"])
+@pytest.mark.parametrize("rollout", ["whole", "blocks"])
+def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path, rollout):
+    train = [*TRAIN, "--shard-rollout", rollout, "--run-dir"]
+    unbroken = on_ranks(2, [*train, tmp_path / "unbroken"])
     assert unbroken.returncode == 0, unbroken.stderr[-3000:]
+    gathers = {"whole": "gather all weights first", "blocks": "gather block by block"}[rollout]
+    assert f"rollouts {gathers} (--shard-rollout {rollout})" in " ".join(unbroken.stderr.split())
     launch = "-m torch.distributed.run --nproc-per-node 2 --nnodes 1 --master-addr 127.0.0.1 --master-port"
-    arguments = [sys.executable, *launch.split(), str(free_port()), *TRAIN, "--run-dir", str(tmp_path / "killed")]
+    arguments = [sys.executable, *launch.split(), str(free_port()), *train, str(tmp_path / "killed")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, env=ENVIRONMENT, text=True, start_new_session=True, **pipes)
     wait_for_steps(tmp_path / "killed", 5, process, seconds=120)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate(timeout=30)
-    resumed = on_ranks(2, [*TRAIN, "--run-dir", tmp_path / "killed", "--resume"])
+    resumed = on_ranks(2, [*train, tmp_path / "killed", "--resume"])
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "Resuming" in resumed.stderr
     killed, unbroken_parts = parts_of(tmp_path / "killed"), parts_of(tmp_path / "unbroken")

@@ -119,7 +119,7 @@ def _children(module: Any) -> set[str]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Hooks run only when a module is called, which the shorter forward does not do; `call_block` runs those of FSDP."""
+    """Hooks run only when a module is called, which the shorter forward does not; `call_block` runs those of FSDP."""
     return bool(module._forward_hooks or module._forward_pre_hooks) and not is_sharded(module)
 
 
