@@ -1,6 +1,6 @@
 """Builds policies with their weights left in files until they are sharded, and loaded whole before; rank 0 compares.
 
-    python deferred_worker.py FOLDER RANKS [RANKS ...]      (writes FOLDER/RANKS.json: case to names of what differs)
+python deferred_worker.py FOLDER RANKS [RANKS ...]      (writes FOLDER/RANKS.json: case to names of what differs)
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     python shard_resume_worker.py FOLDER FROM-TO [FROM-TO ...]        (numbers of ranks; writes FOLDER/FROM-TO.pt)
 
-One rank is not sharded, several are; one and three have their moments on the host. FOLDER/checkpoints-FROM is written first where it is not there yet.
+One rank is not sharded, several are; one and three have their moments on the host. FOLDER/checkpoints-FROM is written
+first where it is not there yet.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from torch.multiprocessing.spawn import start_processes
 import groupwise as gw
 from groupwise.dist.comm import disconnect, exit_now
 from groupwise.dist.sharding import full
-from groupwise.training.run_folder.checkpoint import restore
-from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
 from groupwise.training.config import to_dict
 from groupwise.training.loop import train_step
+from groupwise.training.run_folder.checkpoint import restore
+from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
 from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 

@@ -1,6 +1,6 @@
 """Three steps of each workload, sharded and not, for each placement; rank 0 writes the outcomes.
 
-    python shard_worker.py FOLDER RUNS PLACEMENTS RANKS [RANKS ...]      (writes FOLDER/RANKS.pt; one rank is not sharded)
+    python shard_worker.py FOLDER RUNS PLACEMENTS RANKS [RANKS ...]    (writes FOLDER/RANKS.pt; one rank is not sharded)
 
 RUNS are names of `configs` with a mode of the rollout, as in chat/blocks; they and PLACEMENTS have commas between them.
 Ranks are forked from a process that has imported everything: that takes longer than the steps.
@@ -78,7 +78,9 @@ def configs(folder: Path) -> dict[str, gw.Config]:
     twice = gw.OptimizerConfig(learning_rate=1e-2, updates_per_step=2, ema_decay=0.5)
     return {
         "chat": replace(_chat(folder, reference="copy"), loss=kl),
-        "controller": replace(tiny.controller.recipe(), workload=DoubleController(budget=budget), optimizer=slow, **many),
+        "controller": replace(
+            tiny.controller.recipe(), workload=DoubleController(budget=budget), optimizer=slow, **many
+        ),
         "flow": replace(flow, rows_per_pass=1),  # it takes latents in float32, where the rows of a pass matter
         "idle": replace(fakes.recipe(), workload=FakeConfig(), loss=ranking, optimizer=twice, **SHAPE),
         **{

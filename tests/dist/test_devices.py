@@ -37,7 +37,7 @@ def test_the_cpu_can_always_be_named():
 
 def test_world_size_without_a_launcher_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match="WORLD_SIZE is 2, but RANK.* is not set"):
+    with pytest.raises(UserError, match=r"WORLD_SIZE is 2, but RANK.* is not set"):
         connect("cpu")
 
 

@@ -84,7 +84,7 @@ def test_ranks_of_a_killed_launcher_save_and_end(tmp_path):
     ranks = ranks_of(launcher)
     launcher.kill()
     refused = groupwise("train", "fakes:slow_recipe", "--run-dir", tmp_path / "run", "--resume")
-    gone, alive = psutil.wait_procs(ranks, timeout=30)
+    _gone, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive
     output, _ = launcher.communicate(timeout=30)
     assert "is gone: stopping" in output
@@ -125,9 +125,7 @@ PARENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv
 @pytest.mark.parametrize("launched", [True, False])
 def test_only_a_launched_process_ends_with_its_parent(launched):
     environment = {**ENVIRONMENT, **({"TORCHELASTIC_RUN_ID": "none"} if launched else {})}
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, CHILD], env=environment, text=True, stdout=subprocess.PIPE
-    )
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, CHILD], env=environment, text=True, stdout=subprocess.PIPE)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
     (child,) = psutil.Process(parent.pid).children()

@@ -17,7 +17,6 @@ from groupwise.core.io.files import read_jsonl
 from groupwise.dist.heartbeat import is_lost_rank
 from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
 
-
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes", "idle_share")
 
 
@@ -78,7 +77,7 @@ def test_what_another_rank_saved_for_rank_0_is_resumed_byte_identical(tmp_path):
     wait_for_steps(tmp_path / "killed", 5, killed, seconds=150)
     ranks_of(killed)[0].kill()
     killed.communicate(timeout=150)
-    unbroken, resumed = (
+    _unbroken, resumed = (
         launch(tmp_path / name, on_one_machine(), *run, *flags).communicate(timeout=200)[0]
         for name, flags in (("unbroken", ()), ("killed", ("--resume",)))
     )
@@ -88,7 +87,10 @@ def test_what_another_rank_saved_for_rank_0_is_resumed_byte_identical(tmp_path):
         path = Path("checkpoints") / "step-000014" / f"{file}.safetensors"
         assert (tmp_path / "killed" / path).read_bytes() == (tmp_path / "unbroken" / path).read_bytes()
     logs = [
-        [{name: value for name, value in entry.items() if name not in CLOCK} for entry in read_jsonl(tmp_path / run / log)]
+        [
+            {name: value for name, value in entry.items() if name not in CLOCK}
+            for entry in read_jsonl(tmp_path / run / log)
+        ]
         for run in ("killed", "unbroken")
         for log in ("metrics.jsonl", "samples.jsonl")
     ]
@@ -104,7 +106,9 @@ def test_of_a_sharded_run_it_says_that_the_steps_are_lost(tmp_path):
     ranks_of(launcher)[0].kill()
     output, _ = launcher.communicate(timeout=150)
     (line,) = [line for line in output.splitlines() if line.startswith("groupwise (rank 1)")]
-    assert "The run is sharded and no rank has the whole state, so the steps since the newest checkpoint are lost" in line
+    assert (
+        "The run is sharded and no rank has the whole state, so the steps since the newest checkpoint are lost" in line
+    )
     assert newest_valid_checkpoint(tmp_path / "checkpoints", lambda message: None) is not None
 
 
@@ -138,6 +142,8 @@ def test_with_one_of_two_machines_lost_the_run_goes_on_with_the_other(tmp_path):
     assert "Resuming" in output
     alone = launch(tmp_path / "alone", on_one_machine(1), "--workload.seconds-per-step", 0.0)
     assert alone.wait(timeout=200) == 0
-    weights = [load_file(tmp_path / name / "checkpoints/step-000014/policy.safetensors") for name in ("elastic", "alone")]
+    weights = [
+        load_file(tmp_path / name / "checkpoints/step-000014/policy.safetensors") for name in ("elastic", "alone")
+    ]
     for name, weight in weights[1].items():
         assert_close(weights[0][name], weight, rtol=0, atol=1e-10)

@@ -92,7 +92,7 @@ def test_a_missing_or_changed_part_is_refused(two_ranks, folder, tmp_path):
     for damaged in (first, second):
         moved = damaged.rename(tmp_path / damaged.name)
         assert list(checkpoint_errors(checkpoint)) == [f"{damaged.name} is missing"]
-        with pytest.raises(UserError, match="Every checkpoint in .* is damaged"):
+        with pytest.raises(UserError, match=r"Every checkpoint in .* is damaged"):
             newest_valid_checkpoint(checkpoint.parent, lambda message: None)
         content = bytearray(moved.read_bytes())
         content[-1] ^= 1

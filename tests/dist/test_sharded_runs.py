@@ -12,6 +12,7 @@ import torch
 from processes import ENVIRONMENT, free_port, groupwise, on_ranks, wait_for_steps
 from safetensors.torch import load_file
 from test_sharded_checkpoints import resume
+from tiny.pipelines import save_pipeline
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
 
@@ -85,6 +86,28 @@ def test_a_sharded_checkpoint_is_exported_as_a_model_that_transformers_loads(tmp
     assert "is not empty" in again.stderr
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.slow
+def test_a_pipeline_with_two_transformers_is_the_same_run_sharded(tmp_path):
+    save_pipeline("wan-2.2", tmp_path)
+    folder = ["--workload.pipeline", tmp_path / "pipeline", "--workload.data", tmp_path / "rows.jsonl"]
+    reward = ["--workload.rewards.functions", "warmth=workloads.flow.small:warmth"]
+    size = "--workload.frames 5 --workload.height 16 --workload.width 16 --workload.dtype float32"
+    shape = "--conditions-per-step 2 --group-size 2 --rows-per-pass 1 --workload.sampling.num-inference-steps 4"
+    more = ["--workload.sampling.window.share", "1.0", "--optimizer.learning-rate", "1e-2", "--steps", "3"]
+    train = ["-m", "groupwise", "train", "flow-wan", *folder, *reward, *size.split(), *shape.split(), *more]
+    for ranks, flags in ((1, []), (2, ["--shard", "full"])):
+        ended = on_ranks(ranks, [*train, *flags, "--run-dir", tmp_path / str(ranks)])
+        assert ended.returncode == 0, ended.stderr[-3000:]
+    alone, sharded = (
+        dict(read_weights(tmp_path / str(ranks) / "checkpoints" / "step-000003", ema=False)) for ranks in (1, 2)
+    )
+    assert sharded.keys() == alone.keys()
+    assert {name.split(".")[0] for name in alone} == {"transformer", "transformer_2"}
+    for name, weight in alone.items():
+        assert_close(sharded[name], weight, rtol=0, atol=1e-4)  # AdamW divides by gradients near 0; they move by 3e-2
+
+
 @pytest.mark.parametrize(
     ("ranks", "flags", "message"),
     [
@@ -124,7 +147,9 @@ def test_two_launchers_with_a_copy_on_each_node_make_the_run_of_one_process(tmp_
     expected = dict(read_weights(tmp_path / "alone" / "checkpoints" / "step-000008", ema=False))
     weights = dict(read_weights(tmp_path / "nodes" / "checkpoints" / "step-000008", ema=False))
     written = parts_of(tmp_path / "nodes").values()
-    numbers = sum(tensor.numel() for tensors in written for name, tensor in tensors.items() if name.startswith("policy/"))
+    numbers = sum(
+        tensor.numel() for tensors in written for name, tensor in tensors.items() if name.startswith("policy/")
+    )
     assert numbers == sum(weight.numel() for weight in expected.values())  # of one copy
     for name, weight in expected.items():
         assert_close(weights[name], weight, rtol=0, atol=1e-12)

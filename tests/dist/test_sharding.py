@@ -1,4 +1,4 @@
-"""Sharded training is the same run: real processes, real gloo, float64, compared with one process that is not sharded."""
+"""Sharded training is the same run: real processes, real gloo, float64, compared with one that is not sharded."""
 
 import subprocess
 import sys

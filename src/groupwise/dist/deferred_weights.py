@@ -1,8 +1,8 @@
 """Weights that stay in their files until the model is sharded: then each rank reads its own rows of them alone.
 
 While `deferring_weights` is on, a loader may build its model `without_weights` and name their files with
-`defer_weights`. `load_deferred` reads them once the model is sharded. Code that needs the weights before says what to do
-`after_loading`.
+`defer_weights`. `load_deferred` reads them once the model is sharded. Code that needs the weights earlier says what to
+do `after_loading`.
 """
 
 from __future__ import annotations

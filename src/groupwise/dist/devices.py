@@ -48,7 +48,7 @@ def default_device() -> torch.device:
 
 
 def choose_device(name: str | None = None) -> torch.device:
-    """The device of this rank: of the named type, or else of the type that torch reports; the CPU where it reports none.
+    """The device of this rank: of the named type, else of the type that torch reports; the CPU where it reports none.
 
     Ranks of one machine take its devices in turn.
     """

@@ -146,9 +146,9 @@ class Heartbeat:
         rank = f" (rank {self.rank})" if self.ranks > 1 else ""
         sys.stderr.write(
             f"groupwise{rank}: rank {self.rank} makes no progress since {detector.limit_s:g} s (--rank-timeout-s) at"
-            f" {self.activity}: {where} has not returned. The stacks of all threads are above. {self._save_in_time()} The"
-            f" process ends with code {LostRankError.exit_code}; --resume continues. If this is only slow, give it a"
-            " longer --rank-timeout-s.\n"
+            f" {self.activity}: {where} has not returned. The stacks of all threads are above. {self._save_in_time()}"
+            f" The process ends with code {LostRankError.exit_code}; --resume continues. If this is only slow, give it"
+            " a longer --rank-timeout-s.\n"
         )
         sys.stderr.flush()
         exit_process(LostRankError.exit_code)
@@ -167,9 +167,9 @@ class Heartbeat:
         timed_out = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         reason = f"did not answer within {self.timeout_s:g} s (--rank-timeout-s)" if timed_out else "is gone"
         return (
-            f"{self._names()} {reason}; this rank was at {self.activity}. Look above for its own message: without one it"
-            " was killed (exit code -9: by a person, or by the system because memory ran out), stopped, or its machine"
-            f" is lost. {self.saved or 'Another rank saves the complete steps if it can.'} --resume continues from the"
+            f"{self._names()} {reason}; this rank was at {self.activity}. Look above for its own message: without one"
+            " it was killed (exit code -9: by a person, or by the system because memory ran out), stopped, or its"
+            f" machine is lost. {self.saved or 'Another rank saves the complete steps if it can.'} --resume continues from the"
             " newest checkpoint, on any number of ranks, and `torchrun --max-restarts N` does so by itself."
         )
 

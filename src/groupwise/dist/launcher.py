@@ -76,7 +76,8 @@ def _watch(launcher: int, finished: threading.Event) -> None:
         if finished.wait(_POLL_S):
             return
     rank = os.environ.get("RANK", "0")
-    print(f"groupwise (rank {rank}): the launcher, process {launcher}, is gone: stopping.", file=sys.stderr, flush=True)
+    sys.stderr.write(f"groupwise (rank {rank}): the launcher, process {launcher}, is gone: stopping.\n")
+    sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGTERM)
     if not finished.wait(_GRACE_S):
         exit_process(1)

@@ -1,4 +1,4 @@
-"""Which rows of a sharded tensor a rank writes into its file of a checkpoint, and which it reads, on any number of ranks.
+"""Which rows of a sharded tensor a rank writes into its file of a checkpoint, and which it reads, on any ranks.
 
 Files are in the format of torch.distributed.checkpoint's safetensors storage.
 """
@@ -79,7 +79,5 @@ def _is_first_copy(tensor: Tensor) -> bool:
     assert isinstance(tensor, DTensor)
     coordinate: Sequence[int] = tensor.device_mesh.get_coordinate() or ()
     return all(
-        index == 0
-        for index, placement in zip(coordinate, tensor.placements, strict=True)
-        if placement.is_replicate()
+        index == 0 for index, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
     )

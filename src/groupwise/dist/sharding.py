@@ -38,7 +38,7 @@ _BLOCK_GATHERS = "block_gathers"
 """The attribute of a sharded policy whose rollouts gather block by block."""
 
 
-def shard(
+def shard(  # noqa: PLR0913 - what a sharding is
     policy: nn.Module,
     blocks: Sequence[nn.Module],
     comm: Comm,
@@ -334,7 +334,7 @@ class _BlockGathers:
                 block.set_modules_to_forward_prefetch([])
 
     def _gather_each_once(self, blocks: Sequence[Any]) -> None:
-        """The first time makes tensors that stay, and that could not be trained if a rollout's inference mode made them."""
+        """The first time makes tensors that stay; made in a rollout's inference mode, they could not be trained."""
         for block in [] if self._has_gathered else blocks:
             block.unshard()
             block.reshard()
@@ -425,7 +425,7 @@ class _AgreedReduceScatter(_Allocates):
 
 
 def _try_copy(whole: Tensor) -> None:
-    """Raise where this rank has no memory for the copy that gloo makes on the host: out of memory within a collective, it
-    would leave the others waiting."""
+    """Raise where this rank has no memory for the copy that gloo makes on the host; within a collective that would
+    leave the others waiting."""
     if whole.device.type == "cpu":
         torch.empty_like(whole)

@@ -94,15 +94,13 @@ class InitialWeights:
                 parameters[name].data = weight
 
 
-def enable_gradient_checkpointing(transformer: nn.Module) -> None:
-    """diffusers' gradient checkpointing: blocks are recomputed in the backward pass."""
-    if isinstance(transformer, nn.ModuleDict):
-        for each in transformer.values():
-            enable_gradient_checkpointing(each)
-        return
-    if not isinstance(transformer, ModelMixin):
-        raise UserError(
-            f"workload.gradient_checkpointing is on, and the policy is a {type(transformer).__name__}: only diffusers'"
-            " classes support it. Switch it off."
-        )
-    transformer.enable_gradient_checkpointing()
+def enable_gradient_checkpointing(policy: nn.Module) -> None:
+    """diffusers' gradient checkpointing, of a transformer or of several: blocks are recomputed in the backward pass."""
+    transformers = [policy] if isinstance(policy, ModelMixin) else list(policy.children())
+    for transformer in transformers:
+        if not isinstance(transformer, ModelMixin):
+            raise UserError(
+                f"workload.gradient_checkpointing is on, and the policy is a {type(policy).__name__}: only diffusers'"
+                " classes support it. Switch it off."
+            )
+        transformer.enable_gradient_checkpointing()

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
+from groupwise.dist.sharding import call_block
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.base import Conditioning, FlowModel, guided
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_velocity
@@ -54,6 +55,15 @@ class ClipSize:
     width: int
 
 
+class TwoTransformers(nn.Module):
+    """Those of Wan 2.2, under their names in the pipeline. A ModuleDict, FSDP would not shard."""
+
+    def __init__(self, transformers: Mapping[str, WanTransformer3DModel]):
+        super().__init__()
+        for name, transformer in transformers.items():
+            self.add_module(name, transformer)
+
+
 class WanModel(FlowModel):
     """Text to video, and image to video where the pipeline is one: then the source clip is the image."""
 
@@ -81,7 +91,7 @@ class WanModel(FlowModel):
             self._prepare(transformer)
         references = [select_trained_parameters(each, train) for each in self._transformers.values()]
         self._references = references
-        self.policy: nn.Module = self._only or nn.ModuleDict(self._transformers)
+        self.policy: nn.Module = self._only or TwoTransformers(self._transformers)
         self.pipeline = load_pipeline_without_transformer(getattr(diffusers, saved_class), folder, dtype, names)
         self._boundary = _boundary(self.pipeline, names, folder)
         self._from_image = saved_class == "WanImageToVideoPipeline"
@@ -172,8 +182,9 @@ class WanModel(FlowModel):
         velocity = torch.empty_like(latents, dtype=torch.float32)
         for name, rows in self._rows_by_transformer(timestep):
             inputs = {key: column[rows] for key, column in conditioning.items()}
-            of_rows = self._velocity(self._transformers[name], latents[rows], timestep[rows], inputs).float()
-            velocity = velocity.index_copy(0, rows, of_rows)
+            transformer = self._transformers[name]
+            of_rows = call_block(self.policy, self._velocity, transformer, latents[rows], timestep[rows], inputs)
+            velocity = velocity.index_copy(0, rows, of_rows.float())
         return velocity
 
     def _rows_by_transformer(self, timestep: Float[Tensor, " rows"]) -> Iterator[tuple[str, Tensor]]:
