@@ -169,8 +169,8 @@ class Heartbeat:
         return (
             f"{self._names()} {reason}; this rank was at {self.activity}. Look above for its own message: without one"
             " it was killed (exit code -9: by a person, or by the system because memory ran out), stopped, or its"
-            f" machine is lost. {self.saved or 'Another rank saves the complete steps if it can.'} --resume continues from"
-            " the newest checkpoint, on any number of ranks, and `torchrun --max-restarts N` does so by itself."
+            f" machine is lost. {self.saved or 'Another rank saves the complete steps if it can.'} --resume continues"
+            " from the newest checkpoint, on any number of ranks, and `torchrun --max-restarts N` does so by itself."
         )
 
     def _names(self) -> str:
