@@ -67,6 +67,7 @@ class Heartbeat:
     _store: Any = field(default=None, repr=False)
     _detector: StuckDetector | None = field(default=None, repr=False)
     _watcher: ThreadWatcher | None = field(default=None, repr=False)
+    _thread: threading.Thread | None = field(default=None, repr=False)
     _ended: threading.Event | None = field(default=None, repr=False)
     _changed: threading.Event = field(default_factory=threading.Event, repr=False)
     _lost: list[int] | None = field(default=None, repr=False)
@@ -76,13 +77,17 @@ class Heartbeat:
         if self._ended is None:
             self._store = _connect_store() if self.ranks > 1 else None
             self._ended = threading.Event()
-            threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True).start()
+            self._thread = threading.Thread(target=self._beat, args=(self._ended,), name="heartbeat", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
+        """Returns when the thread has withdrawn its timer: a process that is forked while it runs cannot set one."""
         if self._ended is not None:
             self._ended.set()
         self._ended = self._detector = None
         self._changed.set()
+        if self._thread is not None:
+            self._thread.join(_STORE_TIMEOUT.total_seconds())
 
     def begin(self, activity: str) -> None:
         """Say what this rank does from now on."""

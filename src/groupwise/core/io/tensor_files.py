@@ -20,7 +20,7 @@ from groupwise.core.errors import UserError
 from groupwise.core.io.files import open_regular, parse_json, write_synced
 
 PIECES_KEY = "DCP_SHARDING_INFO"
-"""In a file's metadata: where its tensors begin within whole ones, in the format of torch.distributed.checkpoint."""
+"""In a file's metadata: where its tensors begin within whole ones, as torch writes distributed checkpoints."""
 _CHUNK_BYTES = 16 << 20
 _DTYPES = {
     torch.float64: "F64",
@@ -185,7 +185,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _refuse_gaps(name: str, pieces: list[_Piece]) -> None:
-    """Pieces of one tensor follow each other; torch.distributed.checkpoint leaves what is missing as it was."""
+    """Pieces of one tensor follow each other; torch's own reader leaves what is missing as it was."""
     following = 0
     for piece in pieces:
         same = (piece.dtype, len(piece.shape), piece.shape[1:]) == (
