@@ -4,6 +4,7 @@ Transformers are wider than in other tests, as plans are for models whose blocks
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def peaks(config, *, groups, members, rows):
     weights = list(workload.policy.parameters())
     trained = [weight for weight in weights if weight.requires_grad]
     moments = 2 * sum(weight.nbytes for weight in trained)
-    initial = moments // 2 if all(weight.requires_grad for weight in weights) else 0
+    initial = 0 if config.train.part == "lora" else moments // 2
     held = sum(tensor.nbytes for tensor in (*weights, *workload.policy.buffers())) + moments + initial
     rolled = []
     with torch.no_grad():
@@ -64,7 +65,8 @@ def assert_planned(config, **shape):
     spec = StepSpec(
         StepShape(10**6, shape["groups"], shape["members"], 1, shape["rows"], "whole"), fused_optimizer=True
     )
-    planned, measured = config.memory_model().predict(spec), peaks(config, **shape)
+    memory = replace(config.memory_model(), pixels=0)  # decoding comes with the rewards, which are not measured here
+    planned, measured = memory.predict(spec), peaks(config, **shape)
     assert sum(planned.rollout.values()) == pytest.approx(measured["rollout"], rel=0.10)
     assert sum(planned.update.values()) == pytest.approx(measured["update"], rel=0.10)
 

@@ -318,18 +318,21 @@ class FlowMemory:
         adapters = trained if self.part == "lora" else 0
         return ShardUnits(block, root, self.transformers * model.parameters + adapters, trained, number, wide)
 
+    def decoded_bytes(self, spec: StepSpec) -> int:
+        """While clips are decoded."""
+        return 2 * min(self.decode_rows, spec.shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
+
     def _rollout_peaks(self, spec: StepSpec) -> list[dict[str, int]]:
         """In a block of the transformer, or while clips are decoded.
 
         All rows of a pass take the steps after the window, of which there is at least one, whatever they shared before.
         """
         shape, block = spec.shape, self.model.forward_bytes(self.part, self.dtype_bytes)
-        decoded = 2 * min(self.decode_rows, shape.rollouts_per_rank) * self.pixels * self.dtype_bytes
         latents = {"latents": self.trajectory_bytes(shape.rollouts_per_rank)}
         in_and_out = 3 * 4 * math.prod(self.latent)  # of a step: latents, what the model is given, and its result
         return [
             {**latents, "activations": shape.largest_pass * (self.tokens * block + in_and_out)},
-            {**latents, "decoded frames": decoded},
+            {**latents, "decoded frames": self.decoded_bytes(spec)},
         ]
 
     def _update_peak(self, spec: StepSpec) -> dict[str, int]:

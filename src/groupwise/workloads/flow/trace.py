@@ -74,7 +74,7 @@ def flow_step(transformer: Any, memory: FlowMemory, spec: StepSpec, *, fake: boo
     """All steps of the window, sampled and scored as the workload does, for as many rows as a pass has.
 
     Rows of a group may share the window's first step. A rollout continues with each row alone, to the last step.
-    Decoding the clips is not traced.
+    Decoding the clips is not traced: it holds as much as is planned for it.
     """
     rows, window = spec.shape.largest_pass, range(1, memory.trained_steps + 1)
     guidance = 5.0 if memory.guided else 1.0
@@ -97,9 +97,9 @@ def flow_step(transformer: Any, memory: FlowMemory, spec: StepSpec, *, fake: boo
         return logp(memory.trained_steps - 1).exp().mean()
 
     def rollout() -> object:
-        return [logp(index) for index in range(memory.trained_steps)], denoiser.denoise_from_window(
-            latents[:, -1], velocity
-        )
+        sampled = [logp(index) for index in range(memory.trained_steps)]
+        final = denoiser.denoise_from_window(latents[:, -1], velocity)
+        return sampled, final, torch.empty(memory.decoded_bytes(spec), dtype=torch.uint8)
 
     held = _held(transformer, memory, spec, fake=fake)
     with fake_tensors() if fake else nullcontext():
