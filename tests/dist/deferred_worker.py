@@ -81,7 +81,7 @@ def held(config: Any, comm: Comm, *, deferred: bool) -> dict[str, Tensor]:
     with deferring_weights(deferred):
         workload = config.build(comm.device)
     assert is_deferred(workload.policy) == deferred
-    _shard(replace(gw.Config(config), shard="full"), comm, workload)
+    _shard(gw.Config(config, conditions_per_step=12, shard="full"), comm, workload)
     models = {"policy": workload.policy} | {f"frozen {i}": each for i, (each, _) in enumerate(workload.frozen_models())}
     tensors = {
         f"{label} {name}": full(tensor.detach()).clone()
