@@ -1,5 +1,6 @@
 """Sharded training is the same run: real processes, real gloo, float64, compared with one that is not sharded."""
 
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ENVIRONMENT
+from processes import ENVIRONMENT, on_ranks
 from torch.testing import assert_close
 
 from groupwise.core.errors import UserError
@@ -101,6 +102,17 @@ def check_uneven(outcomes, run, ranks):
     assert len(outputs) == ranks * (ranks - 1)
     for output in outputs:
         assert_close(output, expected, rtol=0, atol=1e-12)
+
+
+def test_a_rank_without_memory_for_a_block_of_another_rank_leaves_none_waiting(tmp_path):
+    """It has finished, or waits for a smaller block, and has to take part in gathering the larger one."""
+    ended = on_ranks(2, [WORKER.with_name("gather_worker.py"), tmp_path / "outcomes.json"], seconds=100)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for ranks in json.loads((tmp_path / "outcomes.json").read_text()).values():
+        for rank in ranks:
+            assert "can't allocate memory" in rank["raised"]
+            assert "(rank 1 of 2)" in rank["raised"]
+            assert rank["is_right"]
 
 
 @pytest.fixture(scope="module")

@@ -120,17 +120,23 @@ class Comm:
         """Before a collective within `fail_together`: raise if a rank has failed and will not take part."""
         self.least_request(None)
 
-    def least_request(self, number: int | None) -> int | None:
-        """The least number that a rank asks for; None where none asks. Raises as `proceed` does."""
-        failed, least = self._failed_or_least(failed=False, request=number)
+    def least_request(self, number: int | None, room: float = math.inf) -> tuple[int | None, float]:
+        """The least number that a rank asks for, None where none asks; and the least `room` of a rank.
+
+        Raises as `proceed` does.
+        """
+        failed, least, room = self._failed_or_least(failed=False, request=number, room=room)
         if failed:
             raise PeerFailure
-        return least
+        return least, room
 
-    def _failed_or_least(self, *, failed: bool, request: int | None) -> tuple[bool, int | None]:
+    def _failed_or_least(
+        self, *, failed: bool, request: int | None = None, room: float = math.inf
+    ) -> tuple[bool, int | None, float]:
         """Whether a rank has failed, and the least request, in one all-reduce: ranks that fail meet ranks that ask."""
-        any_failed, negative = self.max(float(failed), -math.inf if request is None else -float(request))
-        return any_failed > 0, None if negative == -math.inf else int(-negative)
+        asked = math.inf if request is None else float(request)
+        any_failed, least, least_room = self.max(float(failed), -asked, -room)
+        return any_failed > 0, None if least == -math.inf else int(-least), -least_room
 
     def _collect_failures(self, error: Exception | None, what: str) -> list[_RankFailure]:
         """The failures of all ranks, in order of rank: the same list everywhere."""
@@ -145,7 +151,7 @@ class Comm:
             own = [_RankFailure(self.rank, message, out_of_memory, lost)]
             if out_of_memory:
                 _release_frames(error)
-        any_failed, _ = self._failed_or_least(failed=bool(own), request=None)
+        any_failed, *_ = self._failed_or_least(failed=bool(own))
         return self.gather_objects(own) if any_failed else []
 
     def broadcast_object(self, value: Any) -> Any:

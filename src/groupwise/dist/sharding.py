@@ -325,8 +325,7 @@ class _BlockGathers:
             for block, following in pairwise(blocks):
                 block.set_modules_to_forward_prefetch([following])
             yield
-            while (asked := self._comm.least_request(None)) is not None:
-                self._take_part(asked)
+            self._take_part_until(None, torch.empty(0, dtype=torch.uint8, device=self._comm.device))
             _finish_prefetches(blocks)
         finally:
             self._on_request = False
@@ -344,44 +343,70 @@ class _BlockGathers:
         """Return when all ranks are about to gather this module into `output`; raise where one has failed."""
         if not self._on_request:
             self._comm.proceed()
-            return
-        took_part = False
-        while (asked := self._comm.least_request(number)) != number:
-            assert asked is not None, "this rank asks"
-            self._take_part(asked, output)
-            took_part = True
-        if took_part:
-            self._copy_part(number, output)
+        elif self._take_part_until(number, output.view(torch.uint8)):
+            self._copy_part(number, output)  # which was the buffer of others
 
-    def _take_part(self, number: int, buffer: Tensor | None = None) -> None:
+    def _take_part_until(self, number: int | None, buffer: Tensor) -> bool:
+        """Gather what other ranks ask for until it is this module; None until nobody asks. Whether any was gathered.
+
+        Once the ranks have agreed on a module, one that fails to allocate would leave the others waiting in its gather.
+        So they also agree on who has the smallest buffer: if it is too small, they allocate first and ask again.
+        """
+        took_part = False
+        while True:
+            asked, least_room = self._comm.least_request(number, buffer.nbytes)
+            if asked is not None and self._gathered_bytes(asked) > least_room:
+                buffer = self._large_enough(buffer, asked)
+                self._comm.proceed()
+            if asked is None or asked == number:
+                return took_part
+            self._take_part(asked, buffer)
+            took_part = True
+
+    def _large_enough(self, buffer: Tensor, number: int) -> Tensor:
+        size = self._gathered_bytes(number)
+        if buffer.nbytes >= size:
+            return buffer
+        larger = buffer.new_empty(size)
+        _try_copy(larger, self._group(number)._all_gather_process_group)
+        return larger
+
+    def _take_part(self, number: int, buffer: Tensor) -> None:
         """Send this rank's part to those who need it; here the block may be whole already, and nothing changes."""
-        for group in _param_groups(self._modules[number]):
-            parts, dtype = _parts_and_dtype(group)
-            ranks = group._all_gather_process_group
-            size = sum(len(part) for part in parts) * ranks.size()
-            fits = buffer is not None and buffer.dtype == dtype and len(buffer) >= size
-            output = buffer[:size] if buffer is not None and fits else parts[0].new_empty(size, dtype=dtype)
-            dist.all_gather_single(output, self._copy_part(number, output), group=ranks)
+        group = self._group(number)
+        dtypes = {dtype for _, dtype in _parts_and_dtypes(group)}
+        output = buffer[: self._gathered_bytes(number)].view(dtypes.pop() if len(dtypes) == 1 else torch.uint8)
+        dist.all_gather_single(output, self._copy_part(number, output), group=group._all_gather_process_group)
 
     @torch.no_grad()
     def _copy_part(self, number: int, output: Tensor) -> Tensor:
-        """Where FSDP has it: this rank's part of the module, at its place in what is gathered."""
-        (group,) = _param_groups(self._modules[number])
-        ranks = group._all_gather_process_group
+        """This rank's part of the module, at its place in what is gathered. Allocates nothing."""
+        group = self._group(number)
+        ranks, parts = group._all_gather_process_group, _parts_and_dtypes(group)
         own = output.view(ranks.size(), -1)[ranks.rank()]
-        parts, _ = _parts_and_dtype(group)
-        for place, part in zip(own.split([len(part) for part in parts]), parts, strict=True):
-            place.copy_(part)
+        sizes = [part.numel() * dtype.itemsize for part, dtype in parts]
+        for place, (part, dtype) in zip(own.view(torch.uint8).split(sizes), parts, strict=True):
+            if part.dtype == dtype:  # bytes, since weights of several dtypes may not be aligned
+                place.copy_(part.view(torch.uint8))
+            else:
+                place.view(dtype).copy_(part)
         return own
 
+    def _gathered_bytes(self, number: int) -> int:
+        group = self._group(number)
+        own = sum(part.numel() * dtype.itemsize for part, dtype in _parts_and_dtypes(group))
+        return own * int(group._all_gather_process_group.size())
 
-def _parts_and_dtype(group: Any) -> tuple[list[Tensor], torch.dtype]:
-    """This rank's part of each weight, and the dtype in which all are gathered: bytes, where they have several."""
+    def _group(self, number: int) -> Any:
+        """What FSDP gathers of the module."""
+        (group,) = _param_groups(self._modules[number])
+        return group
+
+
+def _parts_and_dtypes(group: Any) -> list[tuple[Tensor, torch.dtype]]:
+    """This rank's part of each weight, and the dtype in which it is gathered."""
     weights = [(weight._sharded_param_data, weight.param_dtype) for weight in group.fsdp_params]
-    dtypes = {dtype or part.dtype for part, dtype in weights}
-    if len(dtypes) == 1:
-        return [part for part, _ in weights], *dtypes
-    return [part.to(dtype or part.dtype).view(torch.uint8) for part, dtype in weights], torch.uint8
+    return [(part, dtype or part.dtype) for part, dtype in weights]
 
 
 def _finish_prefetches(blocks: Iterable[Any]) -> None:
@@ -407,7 +432,7 @@ class _AgreedAllGather(_Allocates):
         self._gathers, self._number = gathers, number
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        _try_copy(output_tensor)
+        _try_copy(output_tensor, group)
         self._gathers.wait_for_turn(self._number, output_tensor)
         return dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
@@ -419,13 +444,13 @@ class _AgreedReduceScatter(_Allocates):
         self._comm = comm
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        _try_copy(input_tensor)
+        _try_copy(input_tensor, group)
         self._comm.proceed()
         return dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
-def _try_copy(whole: Tensor) -> None:
-    """Raise where this rank has no memory for the copy that gloo makes on the host; within a collective that would
-    leave the others waiting."""
-    if whole.device.type == "cpu":
+def _try_copy(whole: Tensor, group: Any) -> None:
+    """Raise where this rank has no memory for the copy that gloo makes; within a collective that would leave the
+    others waiting. Backends of accelerators make none."""
+    if group._get_backend(whole.device).name() == "gloo":
         torch.empty_like(whole)
