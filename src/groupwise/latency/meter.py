@@ -169,19 +169,3 @@ def _accelerators(parts: ModelParts) -> set[torch.device]:
     """The devices to synchronize; the CPU's work is done when a call returns."""
     devices = {weight.device for module in parts.modules() for weight in module.parameters()}
     return {device for device in devices if device.type not in ("cpu", "meta")}
-
-
-class StageTimer:
-    """Seconds per stage of a training step, with the device synchronized at the end of each stage."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """Add the time since the last lap to this stage."""
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        now = time.perf_counter()
-        self.seconds[name] = self.seconds.get(name, 0.0) + now - self._last
-        self._last = now

@@ -19,7 +19,6 @@ from groupwise.core.reward import term_statistics
 from groupwise.core.reward import weigh_present as weigh
 from groupwise.core.types import Advantages
 from groupwise.dist.devices import host_syncs
-from groupwise.latency.meter import StageTimer
 from groupwise.memory.measure import MemoryUsage, PeakMemory
 from groupwise.training.nonfinite import rows_of_groups
 from groupwise.training.rollout import (
@@ -60,7 +59,8 @@ def training_steps(setup: Setup) -> Iterator[StepResult]:
 def train_step(setup: Setup) -> StepResult:
     """One step of GRPO. `retry` repeats a stage with smaller batches after an out-of-memory error: same result."""
     config, comm, state, retry = setup.config, setup.comm, setup.state, setup.recovery.retry_smaller
-    timer, memory, syncs = StageTimer(), PeakMemory(comm.device), host_syncs(comm.device)
+    timer, memory, syncs = setup.timer, PeakMemory(comm.device), host_syncs(comm.device)
+    timer.start()
     place = partial(place_step, costs=setup.workload.expected_costs)
     state.optimizer.zero_grad(set_to_none=True)  # the rollout may use the gradients' memory
     rounds: list[Round] = []
@@ -70,20 +70,20 @@ def train_step(setup: Setup) -> StepResult:
         )
         rollouts = retry("rollout", generate_rollouts, setup, placement)
         group_ids = gather_group_ids(rollouts, placement, comm)
-        timer.lap("rollout_s")
+        timer.end("rollout")
         rewards = weigh(retry("reward", compute_rewards, setup, rollouts), config.reward)
-        timer.lap("reward_s")
+        timer.end("reward")
         rounds.append(Round(placement, rollouts, group_ids, rewards))
     batch = join_rounds(rounds)
     advantages = compute_advantages(batch.rewards, batch.group_ids, config.advantage)
     advantages, refill_metrics = keep_first_groups(advantages, batch, config, comm)
     metrics = update(setup, batch, advantages)
-    timer.lap("update_s")
+    timer.end("update")
     skipped_samples = describe_nonfinite(setup, batch, advantages)
     setup.nonfinite.decide(skipped_samples)
     metrics = workload_metrics(setup, batch, advantages) | refill_metrics | metrics
     samples = describe_rollouts(setup, batch, advantages)
-    metrics = summarize_step(batch, advantages, metrics, timer, setup) | setup.recovery.step_metrics()
+    metrics = summarize_step(batch, advantages, metrics, setup) | setup.recovery.step_metrics()
     metrics |= setup.nonfinite.step_metrics()
     if syncs is not None:
         metrics["host_syncs"] = float((host_syncs(comm.device) or 0) - syncs)
@@ -153,13 +153,14 @@ def _describe(
 
 
 def summarize_step(
-    batch: Round, advantages: Advantages, metrics: Mapping[str, float], timer: StageTimer, setup: Setup
+    batch: Round, advantages: Advantages, metrics: Mapping[str, float], setup: Setup
 ) -> dict[str, float]:
     """One flat record of the step; times are those of the slowest rank."""
     rewards = batch.rewards
     present = rewards.total[~rewards.total.isnan()]
-    work = setup.work.take()
-    times = setup.comm.gather(torch.tensor([[*work, *timer.seconds.values()]], dtype=torch.float64))
+    timer, stages = setup.timer, len(setup.timer.total)
+    times = setup.comm.gather(torch.tensor([[*timer.work.values(), *timer.total.values()]], dtype=torch.float64))
+    slowest = times[:, stages:].max(0).values.tolist()
     return {
         "reward": present.mean().item() if len(present) else float("nan"),
         "reward_std": present.std(correction=0).item() if len(present) else float("nan"),
@@ -167,8 +168,8 @@ def summarize_step(
         "missing_rewards": float(rewards.missing),
         "zero_spread_share": advantages.zero_spread_groups / advantages.groups,
         **metrics,
-        **({"idle_share": idle_share(times[:, : len(work)])} if setup.comm.ranks > 1 else {}),
-        **dict(zip(timer.seconds, times[:, len(work) :].max(0).values.tolist(), strict=True)),
+        **({"idle_share": idle_share(times[:, :stages])} if setup.comm.ranks > 1 else {}),
+        **{f"{stage}_s": seconds for stage, seconds in zip(timer.total, slowest, strict=True)},
     }
 
 

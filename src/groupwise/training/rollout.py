@@ -44,7 +44,7 @@ def generate_rollouts(setup: Setup, placement: Placement) -> Rollouts:
     torch.manual_seed(int(random_bits(placement.seed, placement.step)))
     rows = replace(placement.rows_of(comm.rank), rows_per_pass=setup.state.row_limits["rows_per_pass"])
     with comm.fail_together(f"rollout() of {type(workload).__name__}"), rollout_weights(workload.policy):
-        with setup.work.measure("rollout"):
+        with setup.timer.measure_work("rollout"):
             rollouts = workload.rollout(rows)
         check_rollouts(rollouts, len(rows))
     return rollouts
@@ -84,7 +84,7 @@ def gather_has_decisions(rollouts: Rollouts, comm: Comm) -> Tensor:
 def compute_rewards(setup: Setup, rollouts: Rollouts) -> RewardTerms:
     """The reward terms of all ranks."""
     comm, workload = setup.comm, setup.workload
-    working = setup.work.measure("reward")
+    working = setup.timer.measure_work("reward")
     with comm.fail_together(f"rewards() of {type(workload).__name__}"), rollout_weights(workload.policy), working:
         terms = rewards_in_groups(workload, rollouts, setup.state.row_limits.get("reward_rows"))
     failures: dict[str, str] = {}

@@ -25,7 +25,7 @@ from groupwise.memory.stages import StepSpec
 from groupwise.training.config import Config
 from groupwise.training.nonfinite import NonfinitePolicy
 from groupwise.training.state import State, create_state
-from groupwise.training.work import WorkTimer
+from groupwise.training.step_timer import StepTimer
 from groupwise.workloads.base import Workload, WorkloadConfig
 from groupwise.workloads.checkpoint_files import read_metadata
 
@@ -44,7 +44,7 @@ class Setup:
     monitor: Monitor
     recovery: Recovery
     nonfinite: NonfinitePolicy
-    work: WorkTimer = field(default_factory=WorkTimer)
+    timer: StepTimer = field(default_factory=StepTimer)
 
 
 def ignore_warning(text: str) -> None:

@@ -272,7 +272,7 @@ def accumulate_gradient(setup: Setup, training: TrainingBatch, row_weights: Tens
     sums = dict.fromkeys(("loss", "kl", "entropy", "ratio_mean", "clip_fraction"), 0.0)
     highest, lowest = -math.inf, math.inf
     loss_config = replace(config.loss, entropy=config.loss.entropy_at(state.step / config.steps), entropy_end=None)
-    working = setup.work.measure("update")
+    working = setup.timer.measure_work("update")
     with comm.fail_together(f"score() of {type(workload).__name__}"), passes_in_step(state.policy), working:
         passes = training.passes(workload, state.row_limits["rows_per_pass"], comm)
         for index, rows in enumerate(passes):
@@ -413,13 +413,13 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
         )
     state.updates += 1  # first: an update that fails midway has changed some weights and must not be saved as complete
     state.optimizer.step()
-    if not _all_finite(state.trainable):
+    if state.ema:
+        state.ema.update(state.policy)
+    if not _all_finite(state.trainable):  # last: reading it waits for all of the above
         raise UserError(
             f"The update of step {state.step} made weights that are not finite. Lower optimizer.learning_rate (it was"
             f" {rate:g}) and resume from the last checkpoint."
         )
-    if state.ema:
-        state.ema.update(state.policy)
     return {"grad_norm": norm, "learning_rate": rate}
 
 

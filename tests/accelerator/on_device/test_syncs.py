@@ -10,8 +10,8 @@ from groupwise.training.setup import set_up
 from groupwise.workloads.chat.config import STOP_CHECK_STEPS
 
 STAGES = {"generate_rollouts": "rollout", "compute_rewards": "reward", "update": "update"}
-OTHERS = 5
-"""Waits outside of the stages: three laps of the timer, and two numbers where a workload describes its rollouts."""
+OTHERS = 2
+"""Waits outside of the stages: two numbers where a workload describes its rollouts."""
 IN_REWARD = {"doors": 2, "chat": 1, "flow": 5, "flow-image": 2, "controller": 1}
 """The end of the stage, and what judges read: an answer, or latents (whose decoder has three tables on the host)."""
 BLOCKS_BEFORE_INSERTION = 5
