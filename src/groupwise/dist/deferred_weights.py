@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -21,19 +21,15 @@ from torch import Tensor, nn
 from groupwise.core.io.files import read_json
 from groupwise.core.io.tensor_files import TensorFiles
 from groupwise.dist.devices import names_by_tensor
-from groupwise.dist.sharded_files import rows_of
-from groupwise.dist.sharding import local
+from groupwise.dist.sharded_files import TensorSource, read_into
 
 _deferring: ContextVar[bool] = ContextVar("deferring_weights", default=False)
-_ATTRIBUTE, _AFTER = "deferred_weights", "after_deferred_weights"
+_SOURCES = "deferred_weights"
+"""The attribute of a model that was built without weights: where each is to be read from, by its name then."""
+_AFTER_LOADING = "after_deferred_weights"
+"""The attribute of a module with the functions that wait for its weights."""
 _BASE_LAYER = ".base_layer"
 """What PEFT adds to the names of weights that get an adapter."""
-
-
-class TensorSource(Protocol):
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """A whole tensor, or these of its rows."""
-        ...
 
 
 @dataclass
@@ -95,19 +91,19 @@ def defer_weights(model: nn.Module, files: TensorFiles) -> bool:
         sources[name] = files, saved
     if not set(files) <= {*sources, *ties}:
         return False
-    setattr(model, _ATTRIBUTE, sources)
+    setattr(model, _SOURCES, sources)
     return True
 
 
 def defer_tensors(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Other values for weights that are deferred, by name."""
     held = HeldTensors(tensors)
-    getattr(model, _ATTRIBUTE).update({name: (held, name) for name in tensors})
+    getattr(model, _SOURCES).update({name: (held, name) for name in tensors})
 
 
 def after_loading(model: nn.Module, function: Callable[[], None]) -> None:
     """Call a function once the weights of the model are there."""
-    model.__dict__.setdefault(_AFTER, []).append(function)
+    model.__dict__.setdefault(_AFTER_LOADING, []).append(function)
 
 
 @contextmanager
@@ -143,14 +139,13 @@ def load_deferred(model: nn.Module, device: torch.device) -> None:
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in sources}
     for name, target in (*model.named_parameters(), *buffers.items()):
         if name in deferred or name in buffers:
-            source, saved = sources[name]
-            local(target).copy_(source.read(saved, rows_of(target)))
+            read_into(target, *sources[name])
 
 
 def weights_are_loaded(model: nn.Module) -> None:
     """Call what waits for the weights of the model or a part of it."""
     for module in list(model.modules()):
-        for function in module.__dict__.pop(_AFTER, ()):
+        for function in module.__dict__.pop(_AFTER_LOADING, ()):
             function()
 
 
@@ -158,7 +153,7 @@ def _sources(model: nn.Module) -> dict[str, tuple[TensorSource, str]]:
     """Where each weight comes from, by its name now: loaded models may be parts of this one, with adapters since."""
     sources: dict[str, tuple[TensorSource, str]] = {}
     for prefix, module in model.named_modules():
-        loaded: Mapping[str, tuple[TensorSource, str]] = module.__dict__.get(_ATTRIBUTE, {})
+        loaded: Mapping[str, tuple[TensorSource, str]] = module.__dict__.get(_SOURCES, {})
         if loaded:
             for name in (*dict(module.named_parameters()), *dict(module.named_buffers())):
                 source = loaded.get(name.replace(_BASE_LAYER, ""))

@@ -82,11 +82,6 @@ def _local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
-def has_fused_adamw(device: torch.device) -> bool:
-    """Whether torch has a kernel that does the whole AdamW step in one pass over memory."""
-    return traits(device).fused_adamw
-
-
 def require_dtype(device: torch.device, dtype: str, setting: str) -> None:
     """Refuse float64 on a device that may not have it; one that nothing is known of is asked."""
     if dtype != "float64" or traits(device).has_float64:

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from groupwise.core.io.tensor_files import TensorFiles
 from groupwise.dist.sharding import local
+
+
+class TensorSource(Protocol):
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """A whole tensor, or these of its rows."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -62,12 +68,12 @@ def rows_of(tensor: Tensor) -> slice | None:
 
 
 @torch.no_grad()
-def read_into(target: Tensor, files: TensorFiles, name: str, *, placed_as: Tensor | None = None) -> None:
-    """Fill a tensor, or this rank's part of it, from the same rows in files.
+def read_into(target: Tensor, source: TensorSource, name: str, *, placed_as: Tensor | None = None) -> None:
+    """Fill a tensor, or this rank's part of it, from the same rows of a source, such as `TensorFiles`.
 
     `placed_as`: a sharded tensor of which the target is this rank's part, as a plain tensor.
     """
-    local(target).copy_(files.read(name, rows_of(target if placed_as is None else placed_as)))
+    local(target).copy_(source.read(name, rows_of(target if placed_as is None else placed_as)))
 
 
 def _copy(tensor: Tensor) -> Tensor:

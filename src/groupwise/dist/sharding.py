@@ -210,14 +210,21 @@ def other_weights(model: nn.Module, others: dict[str, Tensor]) -> Iterator[None]
     others |= {name: part_like(others[name], weight) for name, weight in weights.items()}
     own = {name: weight.detach().clone() for name, weight in weights.items()}
     try:
-        _copy_into(weights, others)
+        copy_weights(weights, others)
         _unshard_root(model)
         yield
     finally:
         reshard(model)
-        _copy_into(weights, own)
+        copy_weights(weights, own)
         _set_reshard_after_forward(model, keep_root=True)
     _unshard_root(model)
+
+
+@torch.no_grad()
+def copy_weights(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Give weights the values of the same name, sharded alike."""
+    for name, weight in weights.items():
+        weight.copy_(values[name])
 
 
 def reshard(model: nn.Module) -> None:
@@ -228,11 +235,6 @@ def reshard(model: nn.Module) -> None:
 
 def _call(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     return function(*args, **kwargs)
-
-
-def _copy_into(weights: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        weight.copy_(values[name])
 
 
 def _unshard_root(model: nn.Module) -> None:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from groupwise.core.errors import UserError
-from groupwise.dist.devices import has_fused_adamw
+from groupwise.dist.devices import traits
+from groupwise.dist.sharding import copy_weights
 from groupwise.memory.recovery import RowLimits
 from groupwise.training.config import OptimizerConfig
 from groupwise.training.offload import OffloadedAdamW
@@ -64,10 +65,10 @@ class Ema:
         parameters = trainable_weights(policy)
         saved = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         try:
-            _copy_into(parameters, self.weights)
+            copy_weights(parameters, self.weights)
             yield
         finally:
-            _copy_into(parameters, saved)
+            copy_weights(parameters, saved)
 
 
 def create_state(policy: nn.Module, config: OptimizerConfig) -> State:
@@ -114,7 +115,7 @@ def _supports_fused_adamw(weight: nn.Parameter) -> bool:
 
     Gradients are contiguous once they are summed over the ranks; moments have the strides of their weight.
     """
-    return has_fused_adamw(weight.device) and weight.is_floating_point() and weight.is_contiguous()
+    return traits(weight.device).fused_adamw and weight.is_floating_point() and weight.is_contiguous()
 
 
 def trainable_weights(policy: nn.Module) -> dict[str, nn.Parameter]:
@@ -130,9 +131,3 @@ def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
     progress = min(1.0, (update - config.warmup_updates) / max(1, updates - config.warmup_updates))
     factor = 1 - progress if config.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
     return config.learning_rate * factor
-
-
-@torch.no_grad()
-def _copy_into(weights: dict[str, nn.Parameter], values: dict[str, Tensor]) -> None:
-    for name, weight in weights.items():
-        weight.copy_(values[name])
