@@ -78,6 +78,6 @@ def test_the_loop_in_the_readme_is_the_loop():
     """The same statements in the same order; only timers are left out."""
     (shown,) = re.findall(r"```python\n(state\.optimizer.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
     source = (ROOT / "src" / "groupwise" / "training" / "loop.py").read_text()
-    body = source[source.index("    state.optimizer") : source.index('    timer.lap("update_s")')]
+    body = source[source.index("    state.optimizer") : source.index('    timer.end("update")')]
     real = "\n".join(line.removeprefix("    ") for line in body.splitlines() if not line.strip().startswith("timer."))
     assert ast.unparse(ast.parse(shown)) == ast.unparse(ast.parse(real))

@@ -1,4 +1,4 @@
-"""LatencyMeter: latency of one answer by stage, measured by hooks on a transformers model; StageTimer of a step.
+"""LatencyMeter: latency of one answer by stage, measured by hooks on a transformers model.
 
 Every millisecond belongs to exactly one stage:
 
