@@ -70,8 +70,8 @@ class HungryWorkload(TinyWorkload):
         if config.stage == "gather":
             self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(4 << 20, dtype=torch.float64)))
         if config.stage == "optimizer":
-            # 128 MiB of weight, as much of gradient and of what is added to it fit into 592, and what the threads of the
-            # backward pass and of the heartbeat claim (72 each); AdamW's two moments do not
+            # 128 MiB of weight, as much of gradient and of what is added to it fit into 592, and what the threads of
+            # the backward pass and of the heartbeat claim (72 each); AdamW's two moments do not
             self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(16 << 20, dtype=torch.float64)))
             self.hoard = torch.empty(ROOM - (592 << 20), dtype=torch.uint8)
 

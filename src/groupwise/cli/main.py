@@ -11,7 +11,7 @@ from importlib import import_module
 
 from groupwise import __version__
 from groupwise.cli.arguments import ArgumentError, print_json
-from groupwise.core.errors import UserError, path_error_message
+from groupwise.core.errors import UserError, is_out_of_memory, path_error_message, printable
 
 COMMANDS = {
     "train": "train a recipe, with live progress and memory; can be resumed",
@@ -38,6 +38,11 @@ PLACEMENT_ALIASES = {
     "k_repeat": "shuffled",
 }
 _FLAG_OF_ALIAS = {alias: flag for flag, aliases in ALIASES.items() for alias in aliases}
+
+_OUT_OF_MEMORY_ADVICE = (
+    "Take a smaller model, adapter or length, a machine with more memory, or several with --shard full. `groupwise plan"
+    " RECIPE` says how much it needs."
+)
 
 HELP = f"""\
 Groupwise {__version__}: GRPO for anything that makes a sequence of decisions.
@@ -128,11 +133,15 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
 
 def _message_for_user(error: Exception) -> str | None:
     """What the user can do about an error; None for a bug, whose traceback is shown."""
-    return path_error_message(error) or (str(error) if isinstance(error, UserError) else None)
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return f"Memory ran out ({next(iter(str(error).splitlines()), type(error).__name__)}). {_OUT_OF_MEMORY_ADVICE}"
+    return path_error_message(error)
 
 
 def _refuse(message: str, as_json: bool, *, code: int = 2) -> int:
-    message = re.sub(r"\S{300,}", _shorten, message)
+    message = printable(re.sub(r"\S{300,}", _shorten, message))
     print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
     return _fail(message, as_json, code=code)
 

@@ -162,6 +162,8 @@ def _pieces_of(path: Path) -> Iterator[tuple[str, _Piece]]:
     header, data_begins = _read_header(path)
     try:
         offsets = parse_json(header.get("__metadata__", {}).get(PIECES_KEY, "{}").encode())
+        if not isinstance(offsets, dict):
+            raise ValueError(f"{PIECES_KEY} is no object")
         for name, entry in header.items():
             if name != "__metadata__":
                 first_row, *others = offsets[name]["saved_offsets"] or [0] if name in offsets else [0]
@@ -179,7 +181,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         try:
             safe_open(path, framework="pt").__exit__(None, None, None)
         except SafetensorError as error:
-            raise UserError(f"{path} holds no tensors ({error}). Restore it, or delete this checkpoint.") from error
+            raise UserError(f"{path} holds no tensors ({error}). Restore it.") from error
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length
 
