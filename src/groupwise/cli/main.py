@@ -8,10 +8,12 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TextIO
 
 from groupwise import __version__
 from groupwise.cli.arguments import ArgumentError, print_json
 from groupwise.core.errors import UserError, is_out_of_memory, path_error_message, printable
+from groupwise.core.io.process_end import heard_at_the_end
 
 COMMANDS = {
     "train": "train a recipe, with live progress and memory; can be resumed",
@@ -109,8 +111,10 @@ def translate_aliases(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: str, arguments: list[str], as_json: bool) -> int:
+    stdout = sys.stdout  # commands redirect it meanwhile
     try:
-        return _load_command(command)(arguments, as_json)
+        with heard_at_the_end(lambda message: _fail(message, as_json, code=0, stream=stdout)):
+            return _load_command(command)(arguments, as_json)
     except ArgumentError as error:
         return _fail(str(error), as_json, code=2)
     except SystemExit as leaving:  # after --help
@@ -162,7 +166,7 @@ def _rank_label() -> str:
     return f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
 
 
-def _fail(message: str, as_json: bool, *, code: int) -> int:
+def _fail(message: str, as_json: bool, *, code: int, stream: TextIO | None = None) -> int:
     if as_json:
-        print_json({"error": message})
+        print_json({"error": message}, stream)
     return code
