@@ -43,6 +43,8 @@ class UserError(ValueError):
 
     exit_code = 2
     """Of the command that it ends."""
+    on_all_ranks = False
+    """Whether every rank raises it, so that all of them can still save together."""
 
 
 class OutOfMemoryError(UserError):

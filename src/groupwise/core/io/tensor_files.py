@@ -44,7 +44,7 @@ def write_tensors(
     offsets: Mapping[str, list[int]] | None = None,
     proceed: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write a new file of tensors that are on the host, and wait until the disk has it. Returns its SHA-256.
+    """Write a new file of tensors, and wait until the disk has it. Returns its SHA-256.
 
     `offsets`: where each tensor begins within a whole one. `proceed` is called often; what it raises ends the writing.
     """
@@ -78,7 +78,7 @@ def _file_chunks(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        content = _memory(tensors[name].contiguous())
+        content = _memory(tensors[name].cpu().contiguous())
         yield from (content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES))
 
 
