@@ -70,7 +70,8 @@ class HungryWorkload(TinyWorkload):
         if config.stage == "evaluation":
             self.row_limits = {"eval_rows": 16}
         if config.stage in ("copy", "copied"):
-            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(8 << 20, dtype=torch.float64)))
+            numbers = (16 if config.blocks else 8) << 20  # 64 MiB on each rank that copies them
+            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(numbers, dtype=torch.float64)))
         if config.stage == "step":
             register_optimizer_step_pre_hook(self.eat_before_step)
         if config.stage == "gather":
