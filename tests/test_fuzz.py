@@ -23,6 +23,7 @@ import groupwise as gw
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
 from groupwise.data.rows import RowFilter, read_rows
+from groupwise.recipes import load_recipe
 from groupwise.rewards.http import HttpReward, ServiceError, _parse_rewards
 from groupwise.training.loop import train_step
 from groupwise.training.run import train
@@ -112,6 +113,10 @@ def configs(draw):
                 rows_per_pass=WHOLE,
                 refill=st.integers(-1, 3),
                 placement=st.sampled_from(["whole", "spread", "shuffled", "nowhere", "nowhere:function"]),
+                shard=st.sampled_from(["none", "auto", "full"]),
+                shard_over=st.sampled_from(["all", "node"]),
+                shard_rollout=st.sampled_from(["auto", "whole", "blocks"]),
+                shard_exchange=st.sampled_from(["pass", "update"]),
             ),
         )
     )
@@ -121,6 +126,52 @@ def configs(draw):
 @given(configs())
 def test_each_config_runs_a_step_or_is_refused(config):
     if config is not None:
+        refused_or(lambda: train_step(set_up(config)))
+
+
+@st.composite
+def image_configs(draw):
+    """flow-image in small, with one or two settings of any value."""
+    base = load_recipe("flow-image")
+    sampling, window = base.workload.sampling, base.workload.sampling.window
+    values = {
+        "sampling": dict.fromkeys(("num_inference_steps",), WHOLE)
+        | dict.fromkeys(("shift", "eta", "guidance_scale"), REAL)
+        | {"stepper": st.sampled_from(["flow_sde", "dance_sde", "cps", "cps_distance"])}
+        | {"shared_noise": st.booleans(), "latent_dtype": st.sampled_from(["float32", "bfloat16"])},
+        "window": {"kind": st.sampled_from(["all", "first", "sliding"]), "share": REAL, "size": WHOLE, "every": WHOLE},
+        "train": {"part": st.sampled_from(["lora", "camera", "recam", "all"]), "lora_rank": WHOLE, "lora_alpha": WHOLE},
+        "workload": dict.fromkeys(("images_per_prompt", "cached_conditions", "encode_rows", "eval_steps"), WHOLE)
+        | {"reward": st.sampled_from(["discs", "areas"]), "reference": st.booleans()}
+        | {"gradient_checkpointing": st.booleans()},
+    }
+    chosen = {part: {} for part in values}
+    for _ in range(draw(st.integers(1, 2))):
+        part = draw(st.sampled_from(sorted(values)))
+        name = draw(st.sampled_from(sorted(values[part])))
+        chosen[part][name] = draw(values[part][name])
+    small = {"num_inference_steps": 3, **chosen["sampling"]}
+    return refused_or(
+        lambda: replace(
+            base,
+            steps=1,
+            conditions_per_step=2,
+            group_size=2,
+            rows_per_pass=4,
+            workload=replace(
+                base.workload,
+                sampling=replace(sampling, window=replace(window, **chosen["window"]), **small),
+                train=replace(base.workload.train, **chosen["train"]),
+                **{"images_per_prompt": 1, **chosen["workload"]},
+            ),
+        )
+    )
+
+
+@settings(bounded, max_examples=15)
+@given(image_configs())
+def test_each_config_of_flow_image_runs_a_step_or_is_refused(config):
+    if config is not None and config.workload.sampling.num_inference_steps <= 8:  # others only take their time
         refused_or(lambda: train_step(set_up(config)))
 
 
