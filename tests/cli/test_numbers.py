@@ -52,6 +52,9 @@ LONG = "a" * 5000
         "report a\0b",
         "train \0.py",
         "train x\udcff.py",
+        "train fakes:recipe --run-dir ",
+        "train fakes:recipe --run-dir=",
+        "export  ",
     ],
     ids=lambda text: ascii(text[:60]),
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import sys
@@ -86,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if any("\0" in argument for argument in arguments):
         return _refuse("An argument contains a NUL character, which no path or name has.", "--json" in arguments)
+    if _has_empty_path(arguments):
+        message = (
+            "A path is empty, such as that of a shell variable which is not set. The folder you are in is called '.'."
+        )
+        return _refuse(message, "--json" in arguments)
     as_json = "--json" in arguments
     arguments, remarks = translate_aliases([argument for argument in arguments if argument != "--json"])
     if not arguments:
@@ -93,6 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     return _run(arguments[0], arguments[1:], as_json)
+
+
+def _has_empty_path(arguments: Sequence[str]) -> bool:
+    """Whether a run would be read from or written to the current folder, where nobody has named it."""
+    named = {"--run-dir", "--run_dir", "--out"}
+    positional = arguments[0] in ("eval", "export", "report") and "" in arguments[1:]
+    flags = any(flag in named and value == "" for flag, value in itertools.pairwise(arguments))
+    return positional or flags or any(f"{flag}=" in arguments for flag in named)
 
 
 def translate_aliases(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
