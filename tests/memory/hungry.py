@@ -70,8 +70,7 @@ class HungryWorkload(TinyWorkload):
         if config.stage == "evaluation":
             self.row_limits = {"eval_rows": 16}
         if config.stage in ("copy", "copied"):
-            numbers = (16 if config.blocks else 8) << 20  # 64 MiB on each rank that copies them
-            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(numbers, dtype=torch.float64)))
+            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(8 << 20, dtype=torch.float64)))
         if config.stage == "step":
             register_optimizer_step_pre_hook(self.eat_before_step)
         if config.stage == "gather":
@@ -118,7 +117,7 @@ class HungryWorkload(TinyWorkload):
         return scored
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        if self.hungry("copy") and is_writer(self.config):
+        if self.hungry("copy") and is_writer():
             limit(120 << 20)  # the writer's thread claims 72; weight and moments are 192
         return super().checkpoint_files()
 
@@ -161,9 +160,9 @@ def is_last_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
-def is_writer(config: HungryConfig) -> bool:
-    """Whether this rank copies the ballast for a checkpoint: of a sharded run the last one also has some."""
-    return is_last_rank() if config.blocks else os.environ.get("RANK", "0") == "0"
+def is_writer() -> bool:
+    """Whether this rank copies the state for a checkpoint."""
+    return os.environ.get("RANK", "0") == "0"
 
 
 def limit(room: int) -> None:

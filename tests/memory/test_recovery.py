@@ -198,13 +198,14 @@ def test_one_rank_of_two_without_memory_for_the_optimizer_changes_no_weight(tmp_
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["whole", "sharded"])
 def test_one_rank_of_two_runs_out_in_its_step_and_in_the_copy_for_a_checkpoint(tmp_path, shard):
-    names = ["small from the start", "step", "step resumed", "copied", "copy"]
+    names = ["small from the start", "step", "step resumed", *([] if shard else ["copied", "copy"])]
     ended = on_ranks(2, [HUNGRY, tmp_path, *names, *shard], seconds=350)
     assert ended.returncode == 0, ended.stderr[-3000:]
     for rank in (0, 1):
         assert f"step (rank {rank}): Out of memory in the middle of the update of step 3" in ended.stderr
     assert_resumed(tmp_path)
-    assert_written_without_copy(tmp_path, ended.stderr)
+    if not shard:
+        assert_written_without_copy(tmp_path, ended.stderr)
 
 
 @pytest.mark.slow
