@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from groupwise.core.errors import require, require_types
+
+MAX_STEPS = 10_000
+"""Denoising steps: more than the 1,000 that any scheduler distinguishes."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,14 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         require_types(self, "workload.sampling.")
         steps, window = self.num_inference_steps, self.window
-        require(
-            steps >= 2, "workload.sampling.num_inference_steps", steps, "at least 2: the last step is never trained"
-        )
-        require(self.shift is None or self.shift > 0, "workload.sampling.shift", self.shift, "above 0")
-        require(self.eta > 0, "workload.sampling.eta", self.eta, "above 0: without noise there is nothing to compare")
+        rule = f"from 2 to {MAX_STEPS:,}: the last step is never trained"
+        require(2 <= steps <= MAX_STEPS, "workload.sampling.num_inference_steps", steps, rule)
+        shift = 1.0 if self.shift is None else self.shift
+        require(0 < shift < math.inf, "workload.sampling.shift", self.shift, "above 0, and finite")
+        rule = "above 0, and finite: without noise there is nothing to compare"
+        require(0 < self.eta < math.inf, "workload.sampling.eta", self.eta, rule)
+        guidance = self.guidance_scale
+        require(math.isfinite(guidance), "workload.sampling.guidance_scale", guidance, "a finite number")
         if self.stepper in ("cps", "cps_distance"):
             require(self.eta < 1, "workload.sampling.eta", self.eta, f"below 1 for {self.stepper}")
         if window.kind == "sliding":
