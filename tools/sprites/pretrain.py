@@ -45,13 +45,10 @@ Stage = Literal["shared", "base", "upper"]
 @dataclass(frozen=True)
 class PretrainConfig:
     seed: int = 20
-    shared_steps: int = 1900
+    shared_steps: int = 1300
     """Steps with exact labels, which both models share."""
-    own_steps: int = 400
-    """Steps after that of each model."""
-    decay_steps: int = 1000
-    """Last steps, over which the learning rate falls linearly to zero. Longer than `own_steps`, or the noise of wrong
-    labels would cost the base model its precision: it would draw less well, not only go the wrong way."""
+    own_steps: int = 700
+    """Steps after that of each model, over which the learning rate falls linearly to zero."""
     rows: int = 32
     """Clips per step."""
     width: int = 128
@@ -72,7 +69,7 @@ class PretrainConfig:
     def learning_rate_at(self, step: int) -> float:
         """Linear warm-up, constant, then linear decay to zero."""
         rising = min(1.0, (step + 1) / self.warmup)
-        return self.learning_rate * rising * min(1.0, (self.shared_steps + self.own_steps - step) / self.decay_steps)
+        return self.learning_rate * rising * min(1.0, (self.shared_steps + self.own_steps - step) / self.own_steps)
 
 
 @dataclass(frozen=True)
