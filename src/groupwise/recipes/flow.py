@@ -17,15 +17,16 @@ def recipe() -> Config:
     return Config(
         SpritesConfig(
             SamplingConfig(
-                num_inference_steps=8, shift=10.0, eta=0.7, window=WindowConfig("sliding", share=1.0, size=1)
+                num_inference_steps=5, shift=3.0, eta=0.7, window=WindowConfig("sliding", share=1.0, size=1)
             ),
             encode_rows=16,
             eval_rows=48,
+            eval_steps=8,
             train=TrainedPartsConfig(part="recam"),
         ),
         steps=175,
         conditions_per_step=8,
-        group_size=8,
+        group_size=16,
         rows_per_pass=64,
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),

@@ -123,7 +123,7 @@ class ProgressDisplay:
 
 
 def describe_memory(memory: MemoryUsage) -> str:
-    """Peak, share of the device and, where there is a plan, its upper limit: most steps are not the longest possible."""
+    """Peak, share of the device and, where there is a plan, its upper limit: few steps are the longest possible."""
     text = f"memory {format_bytes(memory.peak)} ({memory.utilization:.0%})"
     if memory.predicted is None:
         return text
