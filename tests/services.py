@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, ClassVar
 
@@ -78,3 +79,29 @@ def reward_service() -> Iterator[str]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def raw_service(answers: list[bytes | float]) -> Iterator[str]:
+    """The address of a server that answers each request with these bytes, whatever they are, and pauses for numbers."""
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # closed
+                return
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                for part in answers:
+                    if isinstance(part, float):
+                        time.sleep(part)
+                    else:
+                        connection.sendall(part)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join()

@@ -1,10 +1,12 @@
 """Anything that comes from outside is either used or refused in a sentence: settings, data, checkpoints, run folders,
 controllers and answers of services. A `UserError` is a refusal; whatever else is raised fails the test."""
 
+import gzip
 import io
 import json
 import math
 import shutil
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import replace
 from functools import cache
@@ -15,12 +17,14 @@ from fakes import TinyConfig, recipe
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from services import raw_service
 
 import groupwise as gw
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
 from groupwise.data.rows import RowFilter, read_rows
-from groupwise.rewards.http import ServiceError, _parse_rewards
+from groupwise.recipes import load_recipe
+from groupwise.rewards.http import HttpReward, ServiceError, _parse_rewards
 from groupwise.training.loop import train_step
 from groupwise.training.run import train
 from groupwise.training.run_folder.checkpoint import restore
@@ -109,6 +113,10 @@ def configs(draw):
                 rows_per_pass=WHOLE,
                 refill=st.integers(-1, 3),
                 placement=st.sampled_from(["whole", "spread", "shuffled", "nowhere", "nowhere:function"]),
+                shard=st.sampled_from(["none", "auto", "full"]),
+                shard_over=st.sampled_from(["all", "node"]),
+                shard_rollout=st.sampled_from(["auto", "whole", "blocks"]),
+                shard_exchange=st.sampled_from(["pass", "update"]),
             ),
         )
     )
@@ -118,6 +126,52 @@ def configs(draw):
 @given(configs())
 def test_each_config_runs_a_step_or_is_refused(config):
     if config is not None:
+        refused_or(lambda: train_step(set_up(config)))
+
+
+@st.composite
+def image_configs(draw):
+    """flow-image in small, with one or two settings of any value."""
+    base = load_recipe("flow-image")
+    sampling, window = base.workload.sampling, base.workload.sampling.window
+    values = {
+        "sampling": dict.fromkeys(("num_inference_steps",), WHOLE)
+        | dict.fromkeys(("shift", "eta", "guidance_scale"), REAL)
+        | {"stepper": st.sampled_from(["flow_sde", "dance_sde", "cps", "cps_distance"])}
+        | {"shared_noise": st.booleans(), "latent_dtype": st.sampled_from(["float32", "bfloat16"])},
+        "window": {"kind": st.sampled_from(["all", "first", "sliding"]), "share": REAL, "size": WHOLE, "every": WHOLE},
+        "train": {"part": st.sampled_from(["lora", "camera", "recam", "all"]), "lora_rank": WHOLE, "lora_alpha": WHOLE},
+        "workload": dict.fromkeys(("images_per_prompt", "cached_conditions", "encode_rows", "eval_steps"), WHOLE)
+        | {"reward": st.sampled_from(["discs", "areas"]), "reference": st.booleans()}
+        | {"gradient_checkpointing": st.booleans()},
+    }
+    chosen = {part: {} for part in values}
+    for _ in range(draw(st.integers(1, 2))):
+        part = draw(st.sampled_from(sorted(values)))
+        name = draw(st.sampled_from(sorted(values[part])))
+        chosen[part][name] = draw(values[part][name])
+    small = {"num_inference_steps": 3, **chosen["sampling"]}
+    return refused_or(
+        lambda: replace(
+            base,
+            steps=1,
+            conditions_per_step=2,
+            group_size=2,
+            rows_per_pass=4,
+            workload=replace(
+                base.workload,
+                sampling=replace(sampling, window=replace(window, **chosen["window"]), **small),
+                train=replace(base.workload.train, **chosen["train"]),
+                **{"images_per_prompt": 1, **chosen["workload"]},
+            ),
+        )
+    )
+
+
+@settings(bounded, max_examples=15)
+@given(image_configs())
+def test_each_config_of_flow_image_runs_a_step_or_is_refused(config):
+    if config is not None and config.workload.sampling.num_inference_steps <= 8:  # others only take their time
         refused_or(lambda: train_step(set_up(config)))
 
 
@@ -234,6 +288,89 @@ def test_an_answer_of_a_service_is_rewards_or_an_error_of_the_service(answer):
     except (ValueError, ServiceError):
         return
     assert len(torch.tensor([math.nan if value is None else float(value) for value in rewards])) == 2
+
+
+@pytest.fixture(scope="module")
+def raw_answers():
+    """What a service on loopback answers with, and the reward function that asks it."""
+    answers = []
+    with raw_service(answers) as url:
+        yield answers, HttpReward(url, timeout_s=0.3, retries=0)
+
+
+def asked(raw_answers, *parts):
+    """The rewards of two rows; None where the service gave none."""
+    answers, function = raw_answers
+    answers[:] = parts
+    start = time.monotonic()
+    try:
+        rewards = function(["p", "q"], ["a", "b"])
+    except ServiceError:
+        rewards = None
+    assert time.monotonic() - start < 3
+    return rewards
+
+
+def http(body=b'{"rewards": [1, 0.5]}', status=b"200 OK", headers=b""):
+    return b"HTTP/1.1 " + status + b"\r\n" + headers + b"\r\n" + body
+
+
+def test_right_answers_are_taken_whatever_their_type_and_length_say(raw_answers):
+    for headers in (b"", b"Content-Type: text/html\r\n", b"Content-Length: 21\r\n", b"Content-Length: 99\r\n"):
+        assert asked(raw_answers, http(headers=headers)) == [1, 0.5]
+    chunked = b"15\r\n" + b'{"rewards": [1, 0.5]}' + b"\r\n0\r\n\r\n"
+    assert asked(raw_answers, http(chunked, headers=b"Transfer-Encoding: chunked\r\n")) == [1, 0.5]
+    nan, infinite = asked(raw_answers, http(b'{"rewards": [NaN, 1e999]}'))
+    assert (math.isnan(nan), math.isinf(infinite)) == (True, True)  # missing, as those of a function
+
+
+WRONG = {
+    "404": [http(status=b"404 Not Found")],
+    "500": [http(status=b"500 Oops")],
+    "204": [http(b"", status=b"204 No Content")],
+    "status of 30 digits": [http(status=b"9" * 30)],
+    "no HTTP": [b"\xff" * 99],
+    "nothing": [],
+    "cut": [http(b'{"rewards": [1, 0.5')],
+    "shorter than it says": [http(b'{"rewards": [1,', headers=b"Content-Length: 21\r\n")],
+    "longer than it says": [http(headers=b"Content-Length: 5\r\n")],
+    "a length of 30 digits": [http(b"{", headers=b"Content-Length: " + b"9" * 30 + b"\r\n")],
+    "chunks without a length": [http(b"zz\r\nx", headers=b"Transfer-Encoding: chunked\r\n")],
+    "a chunk of 2^60": [http(b"1000000000000000\r\nx", headers=b"Transfer-Encoding: chunked\r\n")],
+    "gzip": [http(gzip.compress(b" " * (1 << 26)), headers=b"Content-Encoding: gzip\r\n")],
+    "too many": [http(b'{"rewards": [1, 2, 3]}')],
+    "a drip": [http(b""), *[b" ", 0.1] * 10, b'{"rewards": [1, 1]}'],
+    "headers without end": [b"HTTP/1.1 200 OK\r\n", *[b"X: y\r\n"] * 300],
+    "a header of a megabyte": [b"HTTP/1.1 200 OK\r\nX: ", b"y" * (1 << 20)],
+    "continue, for ever": [b"HTTP/1.1 100 Continue\r\n\r\n", 0.1] * 10,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_answer_is_an_error_of_the_service_within_its_time(raw_answers, wrong):
+    assert asked(raw_answers, *WRONG[wrong]) is None
+
+
+@pytest.mark.parametrize("status", [b"301 Moved", b"302 Found", b"303 See Other", b"307 Again", b"308 Moved"])
+def test_a_service_cannot_send_us_elsewhere(raw_answers, status):
+    with raw_service([http()]) as elsewhere:
+        assert asked(raw_answers, http(status=status, headers=f"Location: {elsewhere}\r\n".encode())) is None
+
+
+@settings(bounded, max_examples=50)
+@given(
+    status=st.sampled_from([b"200 OK", b"200", b"-1 x", b"\xff", b"206 Partial", b"101 Switch", b"200 " + b"x" * 9999]),
+    headers=st.lists(
+        st.sampled_from([b"Content-Length", b"Transfer-Encoding", b"Content-Encoding", b"Connection", b""]).flatmap(
+            lambda name: st.binary(max_size=8).map(lambda value: name + b": " + value + b"\r\n")
+        ),
+        max_size=3,
+    ),
+    body=st.binary(max_size=40) | JSON.map(lambda v: json.dumps({"rewards": v}).encode()),
+)
+def test_any_bytes_of_a_service_are_rewards_or_an_error_of_the_service(raw_answers, status, headers, body):
+    rewards = asked(raw_answers, http(body, status, b"".join(headers)))
+    assert rewards is None or len(rewards) == 2
 
 
 @pytest.mark.parametrize("answer", [b"[" * 10**5, b'{"rewards": [1, 1' + b"0" * 400 + b"]}"])

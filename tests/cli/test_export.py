@@ -1,22 +1,19 @@
 """`groupwise export`: whole and sharded checkpoints give the same model; what is damaged or in the way is refused."""
 
-import hashlib
 import json
 import shutil
 
 import pytest
 import tiny.chat
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from strangers import HOSTILE, PARTS, hash_tensor_files, rewrite, split_into_parts, with_tensor
 
 from groupwise.cli.main import main
-from groupwise.core.io.tensor_files import write_tensors
 from groupwise.training.config import OptimizerConfig, to_dict
 from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
 from groupwise.training.state import create_state
-from groupwise.workloads.checkpoint_files import METADATA_FILE, metadata_hash, open_tensors, read_metadata
-
-PARTS = [f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in (1, 2, 3)]
+from groupwise.workloads.checkpoint_files import METADATA_FILE
 
 
 @pytest.fixture(scope="module")
@@ -40,25 +37,8 @@ def sharded(whole, tmp_path):
     run = tmp_path / "sharded"
     shutil.copytree(whole, run)
     (checkpoint,) = (run / "checkpoints").iterdir()
-    files = open_tensors(checkpoint)
-    tensors = {name: files.read(name) for name in files}
-    for path in checkpoint.glob("*.safetensors"):
-        path.unlink()
-    hashes = {}
-    for rank, name in enumerate(PARTS):
-        pieces = {key: tensor.tensor_split(3)[rank] for key, tensor in tensors.items()}
-        pieces = {key: piece for key, piece in pieces.items() if len(piece)}
-        before = {key: sum(len(each) for each in tensors[key].tensor_split(3)[:rank]) for key in pieces}
-        offsets = {key: [before[key], *[0] * (piece.ndim - 1)] for key, piece in pieces.items()}
-        hashes[name] = write_tensors(checkpoint / name, pieces, offsets=offsets)
-    rewrite_hashes(checkpoint, hashes)
+    split_into_parts(checkpoint)
     return run
-
-
-def rewrite_hashes(checkpoint, hashes):
-    metadata = {**read_metadata(checkpoint), "sha256": dict(hashes)}
-    metadata["sha256"][METADATA_FILE] = metadata_hash(metadata)
-    (checkpoint / METADATA_FILE).write_text(json.dumps(metadata))
 
 
 def exported(run, folder, *flags):
@@ -110,10 +90,80 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(sharded, tmp_pat
 def test_a_part_that_lacks_rows_is_refused_although_its_hash_fits(sharded, tmp_path, capsys):
     (checkpoint,) = (sharded / "checkpoints").iterdir()
     (checkpoint / PARTS[1]).unlink()
-    kept = [checkpoint / name for name in (PARTS[0], PARTS[2])]
-    rewrite_hashes(checkpoint, {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in kept})
+    hash_tensor_files(checkpoint)
     assert main(["export", str(sharded), str(tmp_path / "model")]) == 2
     assert "do not follow each other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ema.safetensors", PARTS[0]])
+def test_tensor_files_of_any_content_are_refused(whole, sharded, tmp_path, capsys, name):
+    run = tmp_path / "run"
+    shutil.copytree(sharded if name in PARTS else whole, run)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    original = (checkpoint / name).read_bytes()
+    for hostile, change in HOSTILE.items():
+        (checkpoint / name).write_bytes(original)
+        rewrite(checkpoint / name, change)
+        hash_tensor_files(checkpoint)
+        assert main(["export", str(run), str(tmp_path / "model")]) == 2, hostile
+        assert "Restore" in (message := capsys.readouterr().err) or "does not belong to this model" in message, hostile
+        assert not (tmp_path / "model").exists()
+
+
+def test_names_of_a_stranger_do_not_reach_the_terminal_as_they_are(whole, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    (run / "checkpoints" / "step-\x1b[2J").mkdir()
+    rewrite(checkpoint / "ema.safetensors", with_tensor(name="ema/\x1b]0;owned\x07"))
+    hash_tensor_files(checkpoint)
+    assert main(["export", str(run), str(tmp_path / "model")]) == 2
+    message = capsys.readouterr().err
+    assert "step-\\x1b[2J is ignored" in message
+    assert "\\x1b]0;owned\\x07' is none of its weights" in message
+    assert "\x1b" not in message
+
+
+def test_a_checkpoint_that_lacks_a_trained_weight_is_refused(whole, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    weights = load_file(checkpoint / "policy.safetensors")
+    missing = next(iter(weights))
+    del weights[missing]
+    save_file(weights, checkpoint / "policy.safetensors")
+    hash_tensor_files(checkpoint)
+    assert main(["export", str(run), str(tmp_path / "model"), "--weights", "trained"]) == 2
+    assert f"lacks 'policy/{missing}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"model": 7},
+        {"lora_rank": 10**12},
+        {"lora_rank": -1},
+        {"lora_targets": [1, None]},
+        {"dtype": "os"},
+        {"lora_rank": 4, "lora_targets": ["("]},
+        {"lora_rank": 4, "lora_targets": ["none_such"]},
+        {"gradient_checkpointing": "x"},
+        {"forward": {}},
+        {"lora_alpha": 1e999},
+        {"model": "../../../etc"},
+        {"model": "http://127.0.0.1:9/x"},
+    ],
+    ids=str,
+)
+def test_settings_of_any_kind_are_refused(whole, tmp_path, capsys, policy):
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    config = json.loads((run / "config.json").read_text())
+    config["workload"]["policy"] |= policy
+    (run / "config.json").write_text(json.dumps(config))
+    assert main(["export", str(run), str(tmp_path / "model")]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (tmp_path / "model").exists()
 
 
 def test_what_is_in_the_way_or_missing_is_refused(whole, tmp_path, capsys):

@@ -1,12 +1,18 @@
 """Numbers and paths beyond all reason: exit code 2 within a second, before anything is allocated."""
 
+import functools
 import io
+import json
+import math
+import operator
+import shutil
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass
 from importlib import import_module
 
 import pytest
+from fakes import recipe
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -46,6 +52,9 @@ LONG = "a" * 5000
         "report a\0b",
         "train \0.py",
         "train x\udcff.py",
+        "train fakes:recipe --run-dir ",
+        "train fakes:recipe --run-dir=",
+        "export  ",
     ],
     ids=lambda text: ascii(text[:60]),
 )
@@ -101,12 +110,59 @@ def numeric_arguments(draw):
     return [command, f"{draw(st.sampled_from(sorted(numeric_flags(kind))))}={draw(st.sampled_from(HUGE))}"]
 
 
+def called_within_seconds(arguments):
+    """The exit code of a command that is over at once, with a message of bounded length."""
+    start = time.process_time()
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as messages:
+        code = main([str(word) for word in arguments])
+    assert time.process_time() - start < 2  # a second on a machine without other work; the first one imports torch
+    assert len(messages.getvalue()) < 5000
+    return code
+
+
 @settings(max_examples=40, deadline=None)
 @given(numeric_arguments())
 def test_any_number_for_any_flag_is_used_or_refused_within_a_second(arguments):
-    start = time.process_time()
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as messages:
-        code = main(arguments)
-    assert code in ((0, 2) if arguments[0] == "plan" else (2,))
-    assert time.process_time() - start < 2  # a second on a machine without other work; the first one imports torch
-    assert len(messages.getvalue()) < 5000
+    assert called_within_seconds(arguments) in ((0, 2) if arguments[0] == "plan" else (2,))
+
+
+TRAINED_FLAGS = [flag for flag in numeric_flags(recipe()) if "workload" not in flag]
+
+
+def numbers_in(settings, path=()):
+    """The paths of all numbers in nested settings."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from numbers_in(value, (*path, name))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield (*path, name)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("numbers") / "run"
+    assert main(["train", "fakes:recipe", "--run-dir", str(folder), "--no-preflight", "--steps", "1"]) == 0
+    return folder
+
+
+@settings(max_examples=15, deadline=None)
+@given(flag=st.sampled_from(TRAINED_FLAGS), value=st.sampled_from([*HUGE, "-1", "0", "1e400", "nan", "1e30", "-1e-30"]))
+@pytest.mark.usefixtures("trained")  # what is imported once does not count
+def test_any_number_for_a_flag_of_train_trains_a_step_or_is_refused(tmp_path_factory, flag, value):
+    folder = tmp_path_factory.mktemp("number") / "run"
+    words = ["train", "fakes:recipe", "--run-dir", folder, "--no-preflight", "--steps", 1, f"{flag}={value}"]
+    assert called_within_seconds(words) in (0, 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), command=st.sampled_from(["eval", "report", "export"]))
+def test_any_number_in_the_settings_of_a_run_is_used_or_refused(trained, tmp_path_factory, data, command):
+    config = json.loads((trained / "config.json").read_text())
+    *parents, name = data.draw(st.sampled_from(sorted(numbers_in(config))))
+    inner = functools.reduce(operator.getitem, parents, config)
+    inner[name] = data.draw(st.sampled_from([10**30, -(10**30), -1, 0, 1e30, math.inf, math.nan, 10**400]))
+    run = tmp_path_factory.mktemp("numbers") / "run"
+    shutil.copytree(trained, run)
+    (run / "config.json").write_text(json.dumps(config))
+    words = {"eval": ["eval", run, "--recipe", "fakes:recipe"], "report": ["report", run]}
+    assert called_within_seconds(words.get(command, ["export", run, run / "model"])) in (0, 2)

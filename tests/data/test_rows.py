@@ -1,5 +1,7 @@
 """Rows of a dataset in every format; a bad row is named by its line, and refused or skipped and counted."""
 
+import os
+
 import datasets
 import pytest
 
@@ -123,3 +125,14 @@ def test_counts_are_readable_and_the_policy_is_one_of_two():
     assert format_counts(row_filter.skipped) == "2 broken line, 1 empty prompt"
     with pytest.raises(UserError, match=r"--workload.on-bad-row is drop: it must be 'refuse' or 'skip'"):
         RowFilter("drop", "--workload.on-bad-row")
+
+
+def test_what_may_never_end_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for endless in ("/dev/zero", tmp_path / "pipe.jsonl"):
+        with pytest.raises(UserError, match="a pipe or a device"):
+            read_rows(str(endless), RowFilter("refuse", "on_bad_row"))
+    (tmp_path / "zeros.jsonl").touch()
+    os.truncate(tmp_path / "zeros.jsonl", 3 << 30)  # one line of 3 GiB that takes no disk
+    with pytest.raises(UserError, match=r"line 1 has more than 64.0 MiB"):
+        read_rows(str(tmp_path / "zeros.jsonl"), RowFilter("skip", "on_bad_row"))

@@ -10,12 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import ENVIRONMENT, free_port, wait_for_steps
-from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from groupwise.core.io.files import read_jsonl
 from groupwise.dist.heartbeat import is_lost_rank
-from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
+from groupwise.workloads.checkpoint_files import newest_valid_checkpoint, read_weights
 
 CLOCK = ("rollout_s", "reward_s", "update_s", "memory_bytes", "idle_share")
 
@@ -121,15 +120,20 @@ def test_errors_that_mean_a_lost_rank():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_with_one_of_two_machines_lost_the_run_goes_on_with_the_other(tmp_path):
+@pytest.mark.parametrize(
+    ("recipe", "shard"),
+    [("fakes:slow_recipe", ()), ("dist.shard_fakes:recipe", ("--shard", "full"))],
+    ids=["whole", "sharded"],
+)
+def test_with_one_of_two_machines_lost_the_run_goes_on_with_the_other(tmp_path, recipe, shard):
     """Two launchers on loopback stand for two machines; one and its rank are killed, and nothing is done by hand."""
     endpoint = f"127.0.0.1:{free_port()}"
     elastic = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint {endpoint}"
     elastic += " --rdzv-id test --rdzv-conf join_timeout=300,last_call_timeout=8 --local-addr 127.0.0.1"
     options = ("--rank-timeout-s", 30, "--workload.seconds-per-step", 0.4)
-    first = launch(tmp_path / "elastic", elastic, *options)
+    first = launch(tmp_path / "elastic", elastic, *options, *shard, recipe=recipe)
     time.sleep(2)
-    second = launch(tmp_path / "elastic", elastic, *options)
+    second = launch(tmp_path / "elastic", elastic, *options, *shard, recipe=recipe)
     try:
         wait_for_steps(tmp_path / "elastic", 3, first, seconds=200)
         for process in (second, *psutil.Process(second.pid).children()):
@@ -140,10 +144,13 @@ def test_with_one_of_two_machines_lost_the_run_goes_on_with_the_other(tmp_path):
         first.kill()
     assert first.returncode == 0, output[-4000:]
     assert "Resuming" in output
-    alone = launch(tmp_path / "alone", on_one_machine(1), "--workload.seconds-per-step", 0.0)
+    assert ("the run goes on without --shard full" in output) == bool(shard)
+    alone = launch(tmp_path / "alone", on_one_machine(1), "--workload.seconds-per-step", 0.0, recipe=recipe)
     assert alone.wait(timeout=200) == 0
-    weights = [
-        load_file(tmp_path / name / "checkpoints/step-000014/policy.safetensors") for name in ("elastic", "alone")
+    newest = [
+        newest_valid_checkpoint(tmp_path / name / "checkpoints", lambda message: None) for name in ("elastic", "alone")
     ]
+    assert newest[0].name == newest[1].name
+    weights = [dict(read_weights(path, ema=False)) for path in newest]
     for name, weight in weights[1].items():
         assert_close(weights[0][name], weight, rtol=0, atol=1e-10)

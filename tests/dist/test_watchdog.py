@@ -1,6 +1,7 @@
 """A rank that is stuck in a call is ended with its stacks and code 3; one that is slow is left alone."""
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -66,13 +67,14 @@ def test_a_thread_that_has_run_python_is_seen_to():
 
 
 def test_a_reward_that_does_not_return_ends_with_stacks_and_code_3(tmp_path):
-    stuck = groupwise("train", "dist.stuck:recipe", "--run-dir", tmp_path)
+    stuck = groupwise("train", "dist.stuck:recipe", "--run-dir", tmp_path, "--json")
     assert stuck.returncode == 3, stuck.stderr[-3000:]
     assert "stuck.py:" in stuck.stderr
     assert "in rewards_in_groups" in stuck.stderr  # the stack
     message = stuck.stderr.splitlines()[-1]
     assert message.startswith("groupwise: rank 0 makes no progress since 4 s (--rank-timeout-s) at step 2, reward: ")
     assert "Step 2 is saved." in message
+    assert json.loads(stuck.stdout) == {"error": message.removeprefix("groupwise: ")}
 
 
 @pytest.mark.slow
@@ -102,7 +104,8 @@ def test_of_a_call_that_keeps_the_interpreters_lock_the_stacks_are_shown(tmp_pat
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_two_ranks_the_stuck_one_shows_its_stacks_and_the_complete_steps_are_saved(tmp_path, rank):
     program = ["-m", "groupwise", "train", "dist.stuck:recipe", "--run-dir", tmp_path, "--workload.rank", rank]
-    ended = on_ranks(2, program, seconds=250)
+    ended = on_ranks(2, [*program, "--json"], seconds=250)
+    assert ("makes no progress" if rank == 0 else "did not answer") in json.loads(ended.stdout)["error"]
     assert f"Rank {rank} (last seen at step 2, reward) did not answer within 4 s" in ended.stderr
     assert f"groupwise (rank {rank}): rank {rank} makes no progress" in ended.stderr
     assert (tmp_path / "checkpoints" / "step-000002").is_dir()

@@ -17,6 +17,7 @@ import psutil
 import torch
 from dist.shard_fakes import BlockPolicy
 from fakes import CONDITIONS, TinyConfig, TinyWorkload, recipe
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import groupwise as gw
 from groupwise.core.types import concatenate_rollouts
@@ -57,6 +58,7 @@ class HungryWorkload(TinyWorkload):
     """Eats in one stage, from one step on."""
 
     reporter = HungryReporter()
+    has_eaten = False
 
     def __init__(self, config: HungryConfig, device: torch.device):
         super().__init__(config, device)
@@ -67,11 +69,15 @@ class HungryWorkload(TinyWorkload):
             self.row_limits = {"decode_rows": config.own_rows}
         if config.stage == "evaluation":
             self.row_limits = {"eval_rows": 16}
+        if config.stage in ("copy", "copied"):
+            self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(8 << 20, dtype=torch.float64)))
+        if config.stage == "step":
+            register_optimizer_step_pre_hook(self.eat_before_step)
         if config.stage == "gather":
             self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(4 << 20, dtype=torch.float64)))
         if config.stage == "optimizer":
-            # 128 MiB of weight, as much of gradient and of what is added to it fit into 592, and what the threads of the
-            # backward pass and of the heartbeat claim (72 each); AdamW's two moments do not
+            # 128 MiB of weight, as much of gradient and of what is added to it fit into 592, and what the threads of
+            # the backward pass and of the heartbeat claim (72 each); AdamW's two moments do not
             self.policy.register_parameter("ballast", torch.nn.Parameter(torch.zeros(16 << 20, dtype=torch.float64)))
             self.hoard = torch.empty(ROOM - (592 << 20), dtype=torch.uint8)
 
@@ -106,9 +112,20 @@ class HungryWorkload(TinyWorkload):
             eat(len(rollouts))
         if self.hungry("backward"):
             scored = replace(scored, logp=EatsInBackward.apply(scored.logp))
-        if self.config.stage in ("optimizer", "gather"):
+        if self.config.stage in ("optimizer", "gather", "copy", "copied"):
             scored = replace(scored, logp=scored.logp + self.policy.ballast[:1])
         return scored
+
+    def checkpoint_files(self) -> dict[str, bytes]:
+        if self.hungry("copy") and is_writer():
+            limit(120 << 20)  # the writer's thread claims 72; weight and moments are 192
+        return super().checkpoint_files()
+
+    def eat_before_step(self, *_arguments: object) -> None:
+        """Once in this process, after memory was reserved for the step."""
+        if self.hungry("step") and not HungryWorkload.has_eaten:
+            HungryWorkload.has_eaten = True
+            eat(8)
 
     def evaluate(self) -> dict[str, float]:
         if self.hungry("evaluation at once"):
@@ -143,6 +160,11 @@ def is_last_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
+def is_writer() -> bool:
+    """Whether this rank copies the state for a checkpoint."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def limit(room: int) -> None:
     """No more than this beyond what the process has now."""
     held = psutil.Process().memory_info().vms
@@ -168,6 +190,12 @@ def runs(folder: Path) -> dict[str, gw.Config]:
     configs["gather"] = config_for(
         "gather", folder / "gather", workload={"from_step": 1}, run=quiet, conditions_per_step=2
     )
+    for name in ("copy", "copied"):
+        configs[name] = config_for(name, folder / name, run=quiet, steps=2)
+    third = {"from_step": 3}
+    for name, how in (("step", quiet), ("step resumed", quiet | {"resume": True})):
+        configs[name] = config_for("step", folder / "step", workload=third, run=how)
+    configs["hopeless late"] = config_for("hopeless", folder / "hopeless late", workload=third, run=quiet)
     configs["evaluation at once"] = config_for("evaluation at once", folder / "evaluation at once", workload=last)
     return configs
 

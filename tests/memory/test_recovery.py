@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.io.files import read_jsonl
 from groupwise.memory.recovery import Recovery
-from groupwise.workloads.checkpoint_files import checkpoint_errors, read_metadata, read_weights
+from groupwise.workloads.checkpoint_files import checkpoint_errors, open_tensors, read_metadata, read_weights
 
 HUNGRY = Path(__file__).parent / "hungry.py"
 STAGES = ("rollout", "rewards", "reward function", "forward", "backward")
@@ -28,7 +28,7 @@ def alone(tmp_path_factory):
     """One process, limited, and everything that can be asked of it."""
     folder = tmp_path_factory.mktemp("alone")
     names = [*STAGES, "small from the start", "late", "resumed", "own rows", "hopeless"]
-    names += ["evaluation", "last evaluation", "evaluation at once"]
+    names += ["evaluation", "last evaluation", "evaluation at once", "step", "step resumed", "copied", "copy"]
     return folder, run_hungry(folder, *names)
 
 
@@ -141,6 +141,33 @@ def test_an_optimizer_without_memory_changes_no_weight(tmp_path):
     assert not list((tmp_path / "optimizer").glob("checkpoints/step-*"))
 
 
+def test_an_optimizer_that_runs_out_in_its_step_stops_and_the_run_can_be_resumed(alone):
+    folder, stderr = alone
+    assert "step (rank 0): Out of memory in the middle of the update of step 3" in stderr
+    assert_resumed(folder)
+
+
+def assert_resumed(folder):
+    """The step that was lost was trained again, from the checkpoint before it."""
+    expected = dict(read_weights(folder / "small from the start/checkpoints/step-000006", ema=False))
+    for name, weight in read_weights(folder / "step/checkpoints/step-000006", ema=False):
+        assert_close(weight, expected[name], rtol=0, atol=1e-12)
+    assert [entry["step"] for entry in read_jsonl(folder / "step" / "metrics.jsonl")] == list(range(6))
+
+
+def test_a_checkpoint_whose_copy_does_not_fit_is_written_from_the_state_itself(alone):
+    folder, stderr = alone
+    assert_written_without_copy(folder, stderr)
+
+
+def assert_written_without_copy(folder, stderr):
+    assert stderr.count("The checkpoint is written without a copy, and training waits for it.") == 1
+    copied, written = (open_tensors(folder / name / "checkpoints" / "step-000002") for name in ("copied", "copy"))
+    assert {*copied} == {*written}
+    assert all(torch.equal(copied.read(name), written.read(name)) for name in copied)
+    assert not list(checkpoint_errors(folder / "copy" / "checkpoints" / "step-000002"))
+
+
 def test_one_rank_of_two_runs_out_and_both_continue_with_half(alone, tmp_path):
     ended = on_ranks(2, [HUNGRY, tmp_path, *STAGES, "late", "hopeless", "evaluation"], seconds=170)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -165,6 +192,30 @@ def test_one_rank_of_two_without_memory_for_the_optimizer_changes_no_weight(tmp_
     for rank in (0, 1):
         assert f"optimizer (rank {rank}): Out of memory in update with rows_per_pass 1" in ended.stderr
     assert not list((tmp_path / "optimizer").glob("checkpoints/step-*"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("shard", [[], ["--shard"]], ids=["whole", "sharded"])
+def test_one_rank_of_two_runs_out_in_its_step_and_in_the_copy_for_a_checkpoint(tmp_path, shard):
+    names = ["small from the start", "step", "step resumed", *([] if shard else ["copied", "copy"])]
+    ended = on_ranks(2, [HUNGRY, tmp_path, *names, *shard], seconds=350)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for rank in (0, 1):
+        assert f"step (rank {rank}): Out of memory in the middle of the update of step 3" in ended.stderr
+    assert_resumed(tmp_path)
+    if not shard:
+        assert_written_without_copy(tmp_path, ended.stderr)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_ranks_that_share_the_weights_save_the_complete_steps_when_they_cannot_go_on(tmp_path):
+    ended = on_ranks(2, [HUNGRY, tmp_path, "hopeless late", "--shard"], seconds=250)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    for rank in (0, 1):
+        assert f"hopeless late (rank {rank}): Out of memory in rollout with rows_per_pass 1" in ended.stderr
+    assert not list(checkpoint_errors(tmp_path / "hopeless late" / "checkpoints" / "step-000003"))
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import torch
 from allocator import peak_allocated
 
 from groupwise.core.shape import StepShape
+from groupwise.dist.comm import Comm
 from groupwise.memory.stages import StepSpec, WeightBytes, peak_of_update
 from groupwise.memory.trace import LiveByteCounter, TracedStep, fake_tensors, trace_step, trace_update
 from groupwise.training.config import Config, OptimizerConfig
@@ -72,7 +73,7 @@ def test_the_allocator_has_nothing_to_hand_out_for_a_fused_step():
     def step():
         for weight in state.trainable:
             weight.grad.fill_(1.0)
-        _apply(state, Config(None, steps=1, optimizer=config), 0)
+        _apply(state, Config(None, steps=1, optimizer=config), 0, Comm(0, 1, torch.device("cpu")))
 
     for weight in state.trainable:
         weight.grad = torch.zeros_like(weight)

@@ -13,16 +13,21 @@ import pytest
 import torch
 from fakes import recipe
 from hypothesis import given, settings
+from safetensors.torch import load_file, save_file
+from strangers import DEEP, HOSTILE, PARTS, change_metadata, hash_tensor_files, rewrite, split_into_parts
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
-from groupwise.workloads.checkpoint_files import checkpoint_errors, metadata_hash, newest_valid_checkpoint
+from groupwise.training.config import OptimizerConfig
+from groupwise.training.run_folder.checkpoint import all_tensors, restore
+from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
+from groupwise.training.state import create_state
+from groupwise.workloads.checkpoint_files import checkpoint_errors, newest_valid_checkpoint
 
 SOURCES = Path(__file__).parents[2] / "src"
 RESUME = ("train", "fakes:recipe", "--run-dir", "RUN", "--resume", "--steps", "4")
 REPORT = ("report", "RUN")
 EVAL = ("eval", "RUN", "--recipe", "fakes:recipe")
-DEEP = "[" * 100_000 + "]" * 100_000
 SECRET = "what the folder must not reach"
 
 
@@ -52,15 +57,6 @@ def call(command, run):
 
 def checkpoint(run, step):
     return run / "checkpoints" / f"step-{step:06d}"
-
-
-def change_metadata(path, change):
-    """As a stranger would: with the right hash."""
-    metadata = json.loads((path / "checkpoint.json").read_text())
-    change(metadata)
-    if isinstance(metadata.get("sha256"), dict):
-        metadata["sha256"]["checkpoint.json"] = metadata_hash(metadata)
-    (path / "checkpoint.json").write_text(json.dumps(metadata))
 
 
 # Code
@@ -133,6 +129,59 @@ def test_named_by_the_user_it_is_run(run, tmp_path):
     config["placement"] = f"{tmp_path / 'mine.py'}:mine"
     (run / "config.json").write_text(json.dumps(config))
     assert call((*EVAL, "--code", config["placement"]), run) == 0
+
+
+# Tensors
+
+
+@pytest.mark.parametrize("name", ["policy.safetensors", "optimizer.safetensors", PARTS[0]])
+def test_tensor_files_of_any_content_are_refused_before_anything_is_changed(trained, tmp_path, name):
+    path = tmp_path / "step-000004"
+    shutil.copytree(checkpoint(trained, 4), path)
+    if name in PARTS:
+        split_into_parts(path)
+    config, original = recipe(), (path / name).read_bytes()
+    state = create_state(config.workload.build(torch.device("cpu")).policy, config.optimizer)
+    before = {key: tensor.clone() for key, tensor in all_tensors(state).items()}
+    for hostile, change in HOSTILE.items():
+        (path / name).write_bytes(original)
+        rewrite(path / name, change)
+        hash_tensor_files(path)
+        assert not list(checkpoint_errors(path))  # the hashes fit
+        with pytest.raises(UserError, match=r"Restore|Use the recipe"):
+            restore(path, state)
+        assert all(torch.equal(tensor, before[key]) for key, tensor in all_tensors(state).items()), hostile
+    (path / name).write_bytes(original)
+    hash_tensor_files(path)
+    restore(path, state)
+    assert state.step == 4
+
+
+def test_a_count_of_updates_that_is_none_is_refused(trained, tmp_path):
+    path = tmp_path / "step-000004"
+    shutil.copytree(checkpoint(trained, 4), path)
+    moments = load_file(path / "optimizer.safetensors")
+    name = next(key for key in moments if key.endswith(".step"))
+    state = create_state(recipe().workload.build(torch.device("cpu")).policy, recipe().optimizer)
+    for wrong in (-1.0, float("nan"), 9e30):
+        save_file({**moments, name: torch.tensor(wrong)}, path / "optimizer.safetensors")
+        hash_tensor_files(path)
+        with pytest.raises(UserError, match="no count of the updates"):
+            restore(path, state)
+
+
+def test_a_run_whose_parts_are_links_or_elsewhere_continues_from_the_checkpoint_before(run, tmp_path, capsys):
+    split_into_parts(checkpoint(run, 4))
+    part = checkpoint(run, 4) / PARTS[1]
+    part.rename(tmp_path / "outside")
+    part.symlink_to(tmp_path / "outside")
+    assert call(RESUME, run) == 0
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"step-000004 is damaged ({PARTS[1]} is not what was written); trying the one before it" in message
+    for name in (f"../step-000002/{PARTS[0]}", str(tmp_path / "outside"), "..", ""):
+        change_metadata(checkpoint(run, 2), lambda metadata, name=name: metadata["sha256"].update({name: "0"}))
+        assert next(checkpoint_errors(checkpoint(run, 2))).startswith(name)
+        change_metadata(checkpoint(run, 2), lambda metadata, name=name: metadata["sha256"].pop(name))
 
 
 # Files outside
@@ -310,11 +359,6 @@ def test_settings_of_any_type_are_taken_or_refused(field, value):
 
 
 def test_a_fresh_state_has_no_moments_and_resumes(tmp_path):
-    from groupwise.training.config import OptimizerConfig
-    from groupwise.training.run_folder.checkpoint import restore
-    from groupwise.training.run_folder.checkpoint_writer import write_checkpoint
-    from groupwise.training.state import create_state
-
     written, resumed = (create_state(torch.nn.Linear(2, 2), OptimizerConfig()) for _ in range(2))
     written.policy.weight.sum().backward()  # the bias gets no gradient, so no moments
     written.optimizer.step()

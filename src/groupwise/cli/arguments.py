@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import tyro
 
@@ -58,10 +58,10 @@ def _refuse_huge(settings: Any, prefix: str = "") -> None:
         _refuse_huge(value, f"{name}.")
 
 
-def print_json(content: Mapping[str, Any]) -> None:
+def print_json(content: Mapping[str, Any], stream: TextIO | None = None) -> None:
     """One object on stdout, from the first rank only."""
     if os.environ.get("RANK", "0") == "0":
-        print(to_json(content))
+        print(to_json(content), file=stream, flush=stream is not None)
 
 
 def quiet_stdout(as_json: bool) -> Any:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import TextIO
 
 from groupwise import __version__
 from groupwise.cli.arguments import ArgumentError, print_json
-from groupwise.core.errors import UserError, path_error_message
+from groupwise.core.errors import UserError, is_out_of_memory, path_error_message, printable
+from groupwise.core.io.process_end import heard_at_the_end
 
 COMMANDS = {
     "train": "train a recipe, with live progress and memory; can be resumed",
@@ -38,6 +41,11 @@ PLACEMENT_ALIASES = {
     "k_repeat": "shuffled",
 }
 _FLAG_OF_ALIAS = {alias: flag for flag, aliases in ALIASES.items() for alias in aliases}
+
+_OUT_OF_MEMORY_ADVICE = (
+    "Take a smaller model, adapter or length, a machine with more memory, or several with --shard full. `groupwise plan"
+    " RECIPE` says how much it needs."
+)
 
 HELP = f"""\
 Groupwise {__version__}: GRPO for anything that makes a sequence of decisions.
@@ -79,6 +87,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if any("\0" in argument for argument in arguments):
         return _refuse("An argument contains a NUL character, which no path or name has.", "--json" in arguments)
+    if _has_empty_path(arguments):
+        message = (
+            "A path is empty, such as that of a shell variable which is not set. The folder you are in is called '.'."
+        )
+        return _refuse(message, "--json" in arguments)
     as_json = "--json" in arguments
     arguments, remarks = translate_aliases([argument for argument in arguments if argument != "--json"])
     if not arguments:
@@ -86,6 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for remark in remarks:
         print(remark, file=sys.stderr)
     return _run(arguments[0], arguments[1:], as_json)
+
+
+def _has_empty_path(arguments: Sequence[str]) -> bool:
+    """Whether a run would be read from or written to the current folder, where nobody has named it."""
+    named = {"--run-dir", "--run_dir", "--out"}
+    positional = arguments[0] in ("eval", "export", "report") and "" in arguments[1:]
+    flags = any(flag in named and value == "" for flag, value in itertools.pairwise(arguments))
+    return positional or flags or any(f"{flag}=" in arguments for flag in named)
 
 
 def translate_aliases(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -104,8 +125,10 @@ def translate_aliases(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _run(command: str, arguments: list[str], as_json: bool) -> int:
+    stdout = sys.stdout  # commands redirect it meanwhile
     try:
-        return _load_command(command)(arguments, as_json)
+        with heard_at_the_end(lambda message: _fail(message, as_json, code=0, stream=stdout)):
+            return _load_command(command)(arguments, as_json)
     except ArgumentError as error:
         return _fail(str(error), as_json, code=2)
     except SystemExit as leaving:  # after --help
@@ -128,11 +151,15 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
 
 def _message_for_user(error: Exception) -> str | None:
     """What the user can do about an error; None for a bug, whose traceback is shown."""
-    return path_error_message(error) or (str(error) if isinstance(error, UserError) else None)
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        return f"Memory ran out ({next(iter(str(error).splitlines()), type(error).__name__)}). {_OUT_OF_MEMORY_ADVICE}"
+    return path_error_message(error)
 
 
 def _refuse(message: str, as_json: bool, *, code: int = 2) -> int:
-    message = re.sub(r"\S{300,}", _shorten, message)
+    message = printable(re.sub(r"\S{300,}", _shorten, message))
     print(f"groupwise{_rank_label()}: {message}", file=sys.stderr)
     return _fail(message, as_json, code=code)
 
@@ -153,7 +180,7 @@ def _rank_label() -> str:
     return f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
 
 
-def _fail(message: str, as_json: bool, *, code: int) -> int:
+def _fail(message: str, as_json: bool, *, code: int, stream: TextIO | None = None) -> int:
     if as_json:
-        print_json({"error": message})
+        print_json({"error": message}, stream)
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import re
 from typing import Any
 
 _CHECKED_TYPES = {
@@ -42,6 +43,8 @@ class UserError(ValueError):
 
     exit_code = 2
     """Of the command that it ends."""
+    on_all_ranks = False
+    """Whether every rank raises it, so that all of them can still save together."""
 
 
 class OutOfMemoryError(UserError):
@@ -71,6 +74,11 @@ def path_error_message(error: BaseException) -> str | None:
         return None
     remedy = " What was complete is kept; --resume continues." if error.errno in _DISK_FAULTS else ""
     return f"{error.filename} cannot be used: {error.strerror}.{remedy}"
+
+
+def printable(text: str) -> str:
+    """Without control characters: a stranger's names would move the cursor, or change what was printed before."""
+    return re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", lambda character: f"\\x{ord(character[0]):02x}", text)
 
 
 def require(holds: bool, name: str, value: object, rule: str) -> None:

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.io.files import MAX_JSON_BYTES
 from groupwise.core.io.imports import import_function, user_code
+from groupwise.core.units import format_bytes
 
 Record = Mapping[str, Any]
 OnBadRow = Literal["refuse", "skip"]
@@ -64,6 +66,8 @@ def read_rows(source: str, row_filter: RowFilter, *, setting: str = "The dataset
     if not source:
         raise UserError(f"{setting} is empty. {_FORMATS}.")
     path = Path(source).expanduser()
+    if path.exists() and not (path.is_dir() or path.is_file()):
+        raise UserError(f"{setting} is '{source}', which is a pipe or a device: it may never end. {_FORMATS}.")
     if path.is_dir():
         unit, rows = "row", _read_dataset_folder(path)
     elif path.suffix == ".parquet" and path.exists():
@@ -119,7 +123,10 @@ def _to_record(row: Any) -> Record:
 def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
     """Every line that is not blank, with its number."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate(iter(lambda: file.readline(MAX_JSON_BYTES + 1), b""), start=1):
+            if len(line) > MAX_JSON_BYTES:
+                limit = format_bytes(MAX_JSON_BYTES)
+                raise UserError(f"{path}, line {number} has more than {limit}. Write one object per line.")
             if line.strip():
                 yield number, line
 

@@ -28,8 +28,6 @@ from groupwise.dist.launcher import listen_on_loopback, was_restarted
 DEFAULT_TIMEOUT_S = 1800.0
 """Longer than rank 0 may evaluate alone while the others wait."""
 
-_ON_ALL_RANKS = "raised_on_all_ranks"
-
 
 class PeerFailure(Exception):  # noqa: N818 - no error of this rank
     """Another rank has failed; `fail_together` raises its error here."""
@@ -218,15 +216,10 @@ def _raise_together(failures: Sequence[_RankFailure], error: Exception | None, r
     for failure in failures:
         if not failure.out_of_memory:
             together = UserError(failure.message)
-            setattr(together, _ON_ALL_RANKS, True)
+            together.on_all_ranks = True
             raise together from error
     first = failures[0]
     raise OutOfMemoryError(f"{first.message} (rank {first.rank} of {ranks})" if ranks > 1 else first.message) from None
-
-
-def is_on_all_ranks(error: Exception) -> bool:
-    """Whether `fail_together` has raised it, so that no rank is without it."""
-    return getattr(error, _ON_ALL_RANKS, False)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,8 @@ from typing import Any
 from torch import distributed as dist
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.process_end import end_process
 from groupwise.core.io.progress import advance
-from groupwise.core.io.user_code import exit_process
 from groupwise.dist.watchdog import StuckDetector, ThreadWatcher, dump_stacks, dump_stacks_if_no_thread_runs
 
 BEAT_S = 1.0
@@ -148,15 +147,13 @@ class Heartbeat:
     def _end_process(self, detector: StuckDetector) -> None:
         dump_stacks()
         where = self._watcher.where() if self._watcher is not None else ""
-        rank = f" (rank {self.rank})" if self.ranks > 1 else ""
-        sys.stderr.write(
-            f"groupwise{rank}: rank {self.rank} makes no progress since {detector.limit_s:g} s (--rank-timeout-s) at"
-            f" {self.activity}: {where} has not returned. The stacks of all threads are above. {self._save_in_time()}"
-            f" The process ends with code {LostRankError.exit_code}; --resume continues. If this is only slow, give it"
-            " a longer --rank-timeout-s.\n"
+        message = (
+            f"rank {self.rank} makes no progress since {detector.limit_s:g} s (--rank-timeout-s) at {self.activity}:"
+            f" {where} has not returned. The stacks of all threads are above. {self._save_in_time()} The process ends"
+            f" with code {LostRankError.exit_code}; --resume continues. If this is only slow, give it a longer"
+            " --rank-timeout-s."
         )
-        sys.stderr.flush()
-        exit_process(LostRankError.exit_code)
+        end_process(message, code=LostRankError.exit_code)
 
     def _save_in_time(self) -> str:
         sentences = ["The complete steps could not be saved in time: the newest checkpoint is what is left."]

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import psutil
 
-from groupwise.core.io.user_code import exit_process
+from groupwise.core.io.process_end import end_process
 
 LOOPBACK = "lo"
 _POLL_S = 1.0
@@ -80,4 +80,8 @@ def _watch(launcher: int, finished: threading.Event) -> None:
     sys.stderr.flush()
     os.kill(os.getpid(), signal.SIGTERM)
     if not finished.wait(_GRACE_S):
-        exit_process(1)
+        end_process(
+            f"the launcher, process {launcher}, is gone, and this step was not finished within {_GRACE_S:g} s. --resume"
+            " continues from the newest checkpoint.",
+            code=1,
+        )

@@ -19,19 +19,24 @@ from groupwise.dist.sharding import local
 
 @dataclass(frozen=True)
 class HostCopy:
-    """Tensors in host memory of their own: training may change what they were copied from."""
+    """Tensors to be written: in host memory of their own, so that training may change what they were copied from.
+
+    Or, where that did not fit, the tensors themselves.
+    """
 
     tensors: Mapping[str, Tensor]
     offsets: Mapping[str, list[int]] | None = None
     """Where each begins within its whole tensor; None for whole tensors."""
 
 
-def copy_to_host(tensors: Mapping[str, Tensor]) -> HostCopy:
+def copy_to_host(tensors: Mapping[str, Tensor], *, copy: bool = True) -> HostCopy:
     """Of whole tensors."""
-    return HostCopy({name: _copy(tensor) for name, tensor in tensors.items()})
+    return HostCopy({name: _own_rows(tensor, copy=copy) for name, tensor in tensors.items()})
 
 
-def copy_part_to_host(tensors: Mapping[str, Tensor], placed_as: Mapping[str, Tensor], *, is_main: bool) -> HostCopy:
+def copy_part_to_host(
+    tensors: Mapping[str, Tensor], placed_as: Mapping[str, Tensor], *, is_main: bool, copy: bool = True
+) -> HostCopy:
     """This rank's rows of sharded tensors, where it is in the first copy of them; the first rank also those of others.
 
     `placed_as`: sharded tensors by the names of those of which a rank has its rows as a plain tensor.
@@ -42,7 +47,7 @@ def copy_part_to_host(tensors: Mapping[str, Tensor], placed_as: Mapping[str, Ten
         placed = placed_as.get(name, tensor)
         rows = rows_of(placed)
         if (rows is None and is_main) or (rows is not None and (rows.stop > rows.start) and _is_first_copy(placed)):
-            own[name] = _copy(tensor)
+            own[name] = _own_rows(tensor, copy=copy)
             offsets[name] = [rows.start if rows else 0, *[0] * (tensor.ndim - 1)][: tensor.ndim]
     return HostCopy(own, offsets)
 
@@ -70,8 +75,9 @@ def read_into(target: Tensor, files: TensorFiles, name: str, *, placed_as: Tenso
     local(target).copy_(files.read(name, rows_of(target if placed_as is None else placed_as)))
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return local(tensor.detach()).to("cpu", copy=True).contiguous()
+def _own_rows(tensor: Tensor, *, copy: bool) -> Tensor:
+    rows = local(tensor.detach())
+    return rows.to("cpu", copy=True).contiguous() if copy else rows
 
 
 def _is_first_copy(tensor: Tensor) -> bool:

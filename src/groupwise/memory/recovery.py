@@ -82,9 +82,9 @@ class Recovery:
                 message = str(error)
             # Only outside the clause is the error gone, and with it the frames that held the tensors.
             self.oom_retries += 1
-            self._halve(stage, message)
             release_memory()
             before.restore(self._workload.policy)
+            self._halve(stage, message)
 
     def step_metrics(self) -> dict[str, float]:
         """The retries of a complete step, and the limits in force: rows_per_pass, and those that were lowered."""
@@ -104,7 +104,9 @@ class Recovery:
         names = [name for name in LIMIT_NAMES[stage] if self._has(name)]
         name = next((name for name in names if self._rows(name) > 1), None)
         if name is None:
-            raise UserError(self._cannot_shrink_further(stage, names, message))
+            hopeless = UserError(self._cannot_shrink_further(stage, names, message))
+            hopeless.on_all_ranks = True
+            raise hopeless
         rows = self._rows(name)
         # A limit above what a rank has splits nothing: half of what it has is the first that helps.
         self.limits[name] = max(1, (rows if stage == "evaluation" else min(rows, self._rows_per_rank)) // 2)

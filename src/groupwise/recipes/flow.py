@@ -9,7 +9,7 @@ from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowCon
 from groupwise.workloads.flow.tasks.sprites.config import WEIGHTS, SpritesConfig
 
 _MAX_GRAD_NORM = 3e-5
-"""Below all that occur, so that all have the same: the gradient of the window's last position is 30 times as large as
+"""Below all that occur, so that all have the same: the gradient of the window's last position is 7 times as large as
 that of its first, and says no more."""
 
 
@@ -24,14 +24,14 @@ def recipe() -> Config:
             eval_steps=8,
             train=TrainedPartsConfig(part="recam"),
         ),
-        steps=175,
-        conditions_per_step=8,
-        group_size=16,
+        steps=160,
+        conditions_per_step=24,
+        group_size=8,
         rows_per_pass=64,
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-3, clip_high=1e-3),
         optimizer=OptimizerConfig(
-            learning_rate=3e-4, warmup_updates=5, schedule="linear", max_grad_norm=_MAX_GRAD_NORM
+            learning_rate=4e-4, warmup_updates=5, schedule="linear", max_grad_norm=_MAX_GRAD_NORM
         ),
     )

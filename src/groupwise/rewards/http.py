@@ -40,6 +40,16 @@ ClipEncoder = Callable[[Tensor], dict[str, Any]]
 _MAX_ANSWER_BYTES = 4 << 20
 
 
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """An answer that sends elsewhere is an error: what is asked for, or seen, there was not named by the user."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirects)
+
+
 class ServiceError(Exception):
     """The service did not give rewards; the text says why."""
 
@@ -108,7 +118,7 @@ class HttpReward:
 
     def _post_once(self, body: bytes) -> bytes:
         request = urllib.request.Request(self.url, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+        with _opener.open(request, timeout=self.timeout_s) as response:
             answer: bytes = response.read(_MAX_ANSWER_BYTES + 1)
         if len(answer) > _MAX_ANSWER_BYTES:
             limit = f"{_MAX_ANSWER_BYTES >> 20} MiB"

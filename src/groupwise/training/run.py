@@ -68,7 +68,7 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
     folder = RunFolder(run_dir(config))
     display = ProgressDisplay(config, silent=not comm.is_main)
     if comm.broadcast_object(comm.is_main and folder.is_of_this_job()):
-        config = replace(config, run=replace(config.run, resume=True))
+        config = _continued(config, comm, display)
     with comm.fail_together("Looking at the run folder"):
         if comm.is_main:
             folder.refuse_other_run(resume=config.run.resume)  # before a model is loaded
@@ -86,6 +86,14 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
     finally:
         folder.release()
     return _summary(setup, folder, time.perf_counter() - start, interrupted)
+
+
+def _continued(config: Config, comm: Comm, display: ProgressDisplay) -> Config:
+    """For ranks that the launcher has started again, perhaps fewer of them than before."""
+    if comm.ranks == 1 and config.shard == "full":
+        display.warn("One rank is left, which has nobody to share weights with: the run goes on without --shard full.")
+        config = replace(config, shard="none")
+    return replace(config, run=replace(config.run, resume=True))
 
 
 def check(config: Config) -> tuple[list[Check], bool]:

@@ -10,7 +10,6 @@ from types import TracebackType
 from typing import Any, Self
 
 from groupwise.core.errors import UserError
-from groupwise.dist.comm import is_on_all_ranks
 from groupwise.dist.devices import is_lost
 from groupwise.dist.heartbeat import is_lost_rank
 from groupwise.dist.sharding import is_sharded
@@ -41,6 +40,7 @@ class StepLog:
             setup.comm,
             keep=setup.config.run.keep_checkpoints,
             sync_logs=folder.sync_logs,
+            warn=display.warn,
         )
 
     def __enter__(self) -> Self:
@@ -108,7 +108,7 @@ class StepLog:
                 self._folder.write_traceback(error)
             if isinstance(error, NonfiniteError):
                 self._folder.append_nonfinite(error.samples, max_bytes=self._setup.config.run.samples_mib << 20)
-        together = is_sharded(state.policy) and is_on_all_ranks(error)
+        together = is_sharded(state.policy) and isinstance(error, UserError) and error.on_all_ranks
         if not together:  # other ranks may not have failed
             self._writer.end_alone()
         if isinstance(error, OSError) or self._writer.failed or is_lost(comm.device):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.config import LossConfig
-from groupwise.core.errors import UserError
+from groupwise.core.errors import OutOfMemoryError, UserError
 from groupwise.core.io.progress import advance
 from groupwise.core.loss import (
     clipped_surrogate,
@@ -240,7 +240,7 @@ def update(setup: Setup, batch: Round, advantages: Advantages) -> dict[str, floa
         metrics = retry("update", accumulate_gradient, setup, training, row_weights) | extra
         try:
             _refuse_nonfinite_loss(metrics["loss"], setup.state.step)
-            metrics |= _apply(setup.state, setup.config, update_index)
+            metrics |= _apply(setup.state, setup.config, update_index, setup.comm)
         except NonfiniteError as error:
             rank_rows = retry("update", _nonfinite_rows, setup, training, row_weights)
             rows = setup.comm.gather(torch.isin(torch.arange(len(batch.rollouts)), rank_rows)).nonzero().flatten()
@@ -397,7 +397,7 @@ def _nonfinite_rows(setup: Setup, training: TrainingBatch, row_weights: Tensor) 
     return training.rows[torch.cat(offending)] if offending else training.rows[:0]
 
 
-def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
+def _apply(state: State, config: Config, update_index: int, comm: Comm) -> dict[str, float]:
     """One optimizer step on the summed gradient."""
     updates = state.step * config.optimizer.updates_per_step + update_index
     rate = learning_rate(config.optimizer, updates, config.updates)
@@ -412,7 +412,7 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
             f" (optimizer.learning_rate is {config.optimizer.learning_rate})."
         )
     state.updates += 1  # first: an update that fails midway has changed some weights and must not be saved as complete
-    state.optimizer.step()
+    _step_together(state, comm)
     if not _all_finite(state.trainable):
         raise UserError(
             f"The update of step {state.step} made weights that are not finite. Lower optimizer.learning_rate (it was"
@@ -421,6 +421,19 @@ def _apply(state: State, config: Config, update_index: int) -> dict[str, float]:
     if state.ema:
         state.ema.update(state.policy)
     return {"grad_norm": norm, "learning_rate": rate}
+
+
+def _step_together(state: State, comm: Comm) -> None:
+    """The optimizer's step. Its memory was reserved, but what else runs on the machine may have taken it since."""
+    try:
+        with comm.fail_together("The optimizer"):
+            state.optimizer.step()
+    except OutOfMemoryError as error:
+        raise UserError(
+            f"Out of memory in the middle of the update of step {state.step}, which some weights have had and some have"
+            f" not: {error} They are not saved; --resume continues from the newest checkpoint. Leave more memory free,"
+            " or save more often (--checkpoint-every)."
+        ) from None
 
 
 def _all_finite(weights: list[torch.nn.Parameter]) -> bool:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from groupwise.memory.plan import MemoryModel
     from groupwise.memory.stages import StepSpec
 
+MAX_LORA_RANK = 65_536
+"""Wider than the layers that get an adapter."""
+
 
 class Reporter:
     """What people see of a workload. Every method is optional, and nothing here can change a result."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, printable
 from groupwise.core.io.files import open_regular, read_json
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from groupwise.core.io.tensor_files import TensorFiles
 
@@ -34,13 +34,13 @@ def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path |
     """The newest checkpoint without errors; warns of each damaged one that is newer, and of what is no checkpoint."""
     _refuse_other_than_folder(folder)
     for path in strangers(folder):
-        warn(f"{path} is ignored: checkpoints are called step- and a number of digits.")
+        warn(printable(f"{path} is ignored: checkpoints are called step- and a number of digits."))
     checkpoints = newest_first(folder)
     for path in checkpoints:
         error = next(checkpoint_errors(path), None)
         if error is None:
             return path
-        warn(f"Checkpoint {path} is damaged ({error}); trying the one before it.")
+        warn(printable(f"Checkpoint {path} is damaged ({error}); trying the one before it."))
     if checkpoints:
         raise UserError(
             f"Every checkpoint in {folder} is damaged, so there is nothing to resume from. Restore one from a backup,"
@@ -154,6 +154,56 @@ def open_tensors(path: Path) -> TensorFiles:
 def has_ema(path: Path) -> bool:
     """Whether a checkpoint holds averaged weights."""
     return any(name.startswith(AVERAGED) for name in open_tensors(path))
+
+
+def tensors_of(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def load_weights(path: Path, own: Mapping[str, Tensor], *, ema: bool) -> None:
+    """Copy the trained weights (or their average) and buffers of a checkpoint into a model's own, one at a time.
+
+    Each must be one of the model, and each that requires a gradient must be there. Nothing else is read.
+    """
+    import torch
+
+    files, prefix = open_tensors(path), AVERAGED if ema else TRAINED
+    trained = {prefix + name for name, tensor in own.items() if tensor.requires_grad}
+    saved = {name for name in files if name.startswith(prefix)}
+    problem = next((f"lacks '{name}'" for name in sorted(trained - saved)), None) or next(
+        (f"'{name}' is {found}" for name in sorted(saved) if (found := _misfit(files, name, own, prefix))), None
+    )
+    if problem:
+        raise UserError(
+            f"The checkpoint {path} does not belong to this model: {problem}. Use the model that the run was started"
+            " with."
+        )
+    with torch.no_grad():
+        for name in saved:
+            own[name.removeprefix(prefix)].copy_(files.read(name))
+
+
+def refuse_other_adapter(path: Path, rank: int) -> None:
+    """Before memory is taken for a LoRA adapter of this rank: the checkpoint must hold one of the same."""
+    files = open_tensors(path)
+    saved = {files.shape(name)[0] for name in files if ".lora_A." in name and files.shape(name)}
+    if saved != {rank}:
+        found = f"one of rank {min(saved)}" if saved else "no adapter"
+        raise UserError(
+            f"The run's config.json has a LoRA adapter of rank {rank}, and {path} has {found}. Restore them."
+        )
+
+
+def _misfit(files: TensorFiles, name: str, own: Mapping[str, Tensor], prefix: str) -> str | None:
+    """How a saved tensor differs from the model's own; None where it fits. Its precision may be another."""
+    tensor = own.get(name.removeprefix(prefix))
+    if tensor is None:
+        return "none of its weights"
+    if files.shape(name) != tensor.shape:
+        return f"{list(files.shape(name))[:8]}, and the model's is {list(tensor.shape)}"
+    same_kind = files.dtype(name).is_floating_point == tensor.dtype.is_floating_point
+    return None if same_kind else f"of {files.dtype(name)}, and the model's is of {tensor.dtype}"
 
 
 def read_weights(path: Path, *, ema: bool) -> Iterator[tuple[str, Tensor]]:

@@ -1,16 +1,21 @@
 """What a run trained, loaded by the real pipelines, computes what the run's own policy computes."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import diffusers
 import pytest
 import torch
 from diffusers import DiffusionPipeline
+from safetensors.torch import save_file
+from strangers import hash_tensor_files
 from tiny.pipelines import config_of
 from tiny.wan import LORA, tiny_recam
 from torch.testing import assert_close
 
 import groupwise as gw
+from groupwise.cli.main import main
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.export import export
 from groupwise.workloads.flow.models.camera_layers import camera_weights
@@ -110,3 +115,56 @@ def test_what_cannot_be_exported_is_refused(wan, data, tmp_path):
     trained(tmp_path / "run", tiny_recam(wan, data))
     with pytest.raises(gw.UserError, match=r"had no --optimizer\.ema-decay"):
         export(tmp_path / "run", tmp_path / "out", ema=True, merge=True)
+
+
+STRANGE_SETTINGS = [
+    {"train": 5},
+    {"train": {"part": "everything"}},
+    {"train": {"lora_targets": [1]}},
+    {"train": {"part": "lora", "lora_rank": 10**12, "lora_targets": ["to_q"]}},
+    {"dtype": "os"},
+    {"dtype": "load"},
+    {"pipeline": ["x"]},
+    {"pipeline": "\0"},
+    {"pipeline": "/nowhere"},
+    {"camera_layers": 7},
+]
+
+
+def test_a_strangers_run_is_refused_in_a_sentence(folders, tmp_path, capsys):
+    run = tmp_path / "run"
+    trained(run, config_of(folders("sd3"), "sd3"))
+    settings = json.loads((run / "config.json").read_text())
+
+    def refused(content):
+        (run / "config.json").write_text(content)
+        assert main(["export", str(run), str(tmp_path / "out")]) == 2, content[:300]
+        assert not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    for strange in STRANGE_SETTINGS:
+        refused(json.dumps({**settings, "workload": {**settings["workload"], **strange}}))
+    for content in ("[" * 100_000 + "]" * 100_000, "[]", json.dumps({**settings, "workload": []})):
+        refused(content)
+    pipeline = tmp_path / "pipeline"
+    shutil.copytree(folders("sd3") / "pipeline", pipeline)
+    index = json.loads((pipeline / "model_index.json").read_text())
+    moved = json.dumps({**settings, "workload": {**settings["workload"], "pipeline": str(pipeline)}})
+    for strange in (
+        "[]",
+        json.dumps({**index, "transformer": ["os", "logging"]}),
+        json.dumps({**index, "transformer": 3}),
+    ):
+        (pipeline / "model_index.json").write_text(strange)
+        refused(moved)
+    (pipeline / "model_index.json").write_text(json.dumps(index))
+    weights = next((pipeline / "transformer").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "transformer" in refused(moved)
+    checkpoint = run / "checkpoints" / "step-000002"
+    saved = read_weights(checkpoint / "policy.safetensors")
+    name = next(iter(saved))
+    for other in ({**saved, name: saved[name][:-1]}, {**saved, "more": torch.zeros(3)}):
+        save_file(other, checkpoint / "policy.safetensors")
+        hash_tensor_files(checkpoint)
+        assert "does not belong to this model" in refused(json.dumps(settings))

@@ -44,7 +44,7 @@ def write_tensors(
     offsets: Mapping[str, list[int]] | None = None,
     proceed: Callable[[], None] = lambda: None,
 ) -> str:
-    """Write a new file of tensors that are on the host, and wait until the disk has it. Returns its SHA-256.
+    """Write a new file of tensors, and wait until the disk has it. Returns its SHA-256.
 
     `offsets`: where each tensor begins within a whole one. `proceed` is called often; what it raises ends the writing.
     """
@@ -78,7 +78,7 @@ def _file_chunks(
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for name in names:
-        content = _memory(tensors[name].contiguous())
+        content = _memory(tensors[name].cpu().contiguous())
         yield from (content[start : start + _CHUNK_BYTES] for start in range(0, len(content), _CHUNK_BYTES))
 
 
@@ -162,6 +162,8 @@ def _pieces_of(path: Path) -> Iterator[tuple[str, _Piece]]:
     header, data_begins = _read_header(path)
     try:
         offsets = parse_json(header.get("__metadata__", {}).get(PIECES_KEY, "{}").encode())
+        if not isinstance(offsets, dict):
+            raise ValueError(f"{PIECES_KEY} is no object")
         for name, entry in header.items():
             if name != "__metadata__":
                 first_row, *others = offsets[name]["saved_offsets"] or [0] if name in offsets else [0]
@@ -179,7 +181,7 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         try:
             safe_open(path, framework="pt").__exit__(None, None, None)
         except SafetensorError as error:
-            raise UserError(f"{path} holds no tensors ({error}). Restore it, or delete this checkpoint.") from error
+            raise UserError(f"{path} holds no tensors ({error}). Restore it.") from error
         length = int.from_bytes(file.read(8), "little")
         return json.loads(file.read(length)), 8 + length
 

@@ -26,6 +26,10 @@ from groupwise.workloads.checkpoint_files import (
     read_metadata,
 )
 
+_Kind = tuple[torch.Size, torch.dtype]
+"""Of a tensor."""
+_LARGEST_COUNT = 2**53
+
 
 def check_same_config(path: Path, config: Mapping[str, Any]) -> None:
     """Refuse to continue a run under settings that would make it another run."""
@@ -68,7 +72,11 @@ def restore(path: Path, state: State) -> None:
     files = open_tensors(path)
     targets = {name: tensor for name, tensor in all_tensors(state).items() if not name.startswith(MOMENTS)}
     saved = {name for name in files if not name.startswith(MOMENTS) and (state.ema or not name.startswith(AVERAGED))}
-    wrong = sorted(set(targets) ^ saved) + [name for name in targets if targets[name].shape != files.shape(name)]
+    wrong = sorted(set(targets) ^ saved) or [
+        name
+        for name, tensor in targets.items()
+        if (tensor.shape, tensor.dtype) != (files.shape(name), files.dtype(name))
+    ]
     if wrong:
         raise UserError(_other_policy(path, wrong[0].partition("/")[2]))
     by_weight = _read_moments(path, state, files, updates=metadata["updates"])
@@ -81,19 +89,19 @@ def restore(path: Path, state: State) -> None:
 def _read_moments(path: Path, state: State, files: TensorFiles, *, updates: int) -> dict[str, dict[str, Tensor]]:
     """What AdamW keeps of each weight. A sharded run saves no steps: each weight has had all updates."""
     weights = trainable_weights(state.policy)
-    shapes: dict[str, dict[str, torch.Size]] = {}
+    kinds: dict[str, dict[str, _Kind]] = {}
     for key in files:
         if key.startswith(MOMENTS):
             name, _, field = key.removeprefix(MOMENTS).rpartition(".")
-            shapes.setdefault(name, {})[field] = files.shape(key)
-    wrong = [name for name, fields in shapes.items() if not _is_adam_state(weights.get(name), fields)]
+            kinds.setdefault(name, {})[field] = files.shape(key), files.dtype(key)
+    wrong = [name for name, fields in kinds.items() if not _is_adam_state(weights.get(name), fields)]
     if wrong:
         raise UserError(
             f"The checkpoint {path} does not belong to this policy: the optimizer's state of '{wrong[0]}' is of another"
             " weight. Use the recipe that the run was started with."
         )
     by_weight: dict[str, dict[str, Tensor]] = {}
-    for name, fields in shapes.items():
+    for name, fields in kinds.items():
         weight = weights[name].detach()
         empty = host_moment if state.offloaded else torch.empty_like
         by_weight[name] = {field: empty(weight) for field in fields if field != "step"}
@@ -101,6 +109,8 @@ def _read_moments(path: Path, state: State, files: TensorFiles, *, updates: int)
             read_into(moment, files, f"{MOMENTS}{name}.{field}", placed_as=weight)
         step = f"{MOMENTS}{name}.step"
         by_weight[name]["step"] = files.read(step) if step in files else torch.tensor(float(updates))
+        if not 0 <= by_weight[name]["step"] < _LARGEST_COUNT:
+            raise UserError(f"The checkpoint {path} has no count of the updates of '{name}'. Restore it.")
     return by_weight
 
 
@@ -153,16 +163,17 @@ def _set_optimizer(state: State, by_weight: Mapping[str, Mapping[str, Tensor]]) 
     state.optimizer.load_state_dict({"state": by_index, "param_groups": groups})
 
 
-def _is_adam_state(weight: Tensor | None, shapes: Mapping[str, torch.Size]) -> bool:
-    """Two moments of the weight's shape, and maybe a step."""
-    if weight is None or shapes.get("step", torch.Size()) != torch.Size():
+def _is_adam_state(weight: Tensor | None, fields: Mapping[str, _Kind]) -> bool:
+    """Two moments of the weight's shape and dtype, and maybe a step."""
+    step_shape, step_dtype = fields.get("step", (torch.Size(), torch.float32))
+    if weight is None or step_shape != torch.Size() or not step_dtype.is_floating_point:
         return False
-    moments = {name: shape for name, shape in shapes.items() if name != "step"}
-    return moments == {"exp_avg": weight.shape, "exp_avg_sq": weight.shape}
+    moments = {name: kind for name, kind in fields.items() if name != "step"}
+    return moments == dict.fromkeys(("exp_avg", "exp_avg_sq"), (weight.shape, weight.dtype))
 
 
 def _other_policy(path: Path, name: str) -> str:
     return (
-        f"The checkpoint {path} does not belong to this policy: '{name}' is missing on one side or has another shape."
-        " Use the recipe that the run was started with."
+        f"The checkpoint {path} does not belong to this policy: '{name}' is missing on one side, or has another shape"
+        " or dtype. Use the recipe that the run was started with."
     )

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from groupwise.core.errors import UserError, path_error_message
-from groupwise.core.io.files import read_json, sync_folder, write_atomic, write_synced
+from groupwise.core.errors import OutOfMemoryError, UserError, path_error_message
+from groupwise.core.io.files import ignore_message, read_json, sync_folder, write_atomic, write_synced
 from groupwise.core.io.tensor_files import write_tensors
 from groupwise.dist.comm import Comm
 from groupwise.dist.sharded_files import HostCopy, copy_part_to_host, copy_to_host, part_name
@@ -70,9 +70,17 @@ class _Job:
 class CheckpointWriter:
     """At most one checkpoint is being written; the next one waits for it. All ranks call `start`, `poll` and `wait`."""
 
-    def __init__(self, folder: Path, comm: Comm, *, keep: int, sync_logs: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        folder: Path,
+        comm: Comm,
+        *,
+        keep: int,
+        sync_logs: Callable[[], None] = lambda: None,
+        warn: Callable[[str], None] = ignore_message,
+    ):
         """Keeps the newest `keep` checkpoints. `sync_logs` is called before one gets its name."""
-        self._folder, self._comm, self._keep, self._sync_logs = folder, comm, keep, sync_logs
+        self._folder, self._comm, self._keep, self._sync_logs, self._warn = folder, comm, keep, sync_logs, warn
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._pending = False
@@ -97,14 +105,27 @@ class CheckpointWriter:
                     _update_row_limits(final, state)
         if not self._comm.broadcast_object(is_new):
             return final
-        with self._fail_together():
-            copies, writers = _copies(state, self._comm)
+        copies, writers, copied = self._copies(state)
         job = _Job(final, temporary, copies, dict(files or {}), _metadata(state, config, ranks), writers)
         self._pending = True
         if self._comm.rank < writers:
             self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
             self._thread.start()
+        if not copied:
+            self.wait()  # nothing may change meanwhile
         return final
+
+    def _copies(self, state: State) -> tuple[dict[str, HostCopy], int, bool]:
+        """What this rank writes, how many ranks write, and whether it is a copy: without memory for one it is the state
+        itself, on all ranks."""
+        try:
+            with self._comm.fail_together("Copying the state for a checkpoint"):
+                return *_copies(state, self._comm, copy=True), True
+        except OutOfMemoryError as error:
+            message = str(error)
+        if self._comm.is_main:
+            self._warn(f"{message} The checkpoint is written without a copy, and training waits for it.")
+        return *_copies(state, self._comm, copy=False), False
 
     def poll(self) -> bool:
         """Whether nothing is being written; raises the error of a rank that failed to."""
@@ -214,15 +235,16 @@ def write_checkpoint(
     return path
 
 
-def _copies(state: State, comm: Comm) -> tuple[dict[str, HostCopy], int]:
+def _copies(state: State, comm: Comm, *, copy: bool) -> tuple[dict[str, HostCopy], int]:
     """What this rank writes, by file, and how many ranks write something: each its part, or the first one all."""
     if is_sharded(state.policy):
-        part = copy_part_to_host(all_tensors(state), moments_placed_as(state), is_main=comm.is_main)
+        part = copy_part_to_host(all_tensors(state), moments_placed_as(state), is_main=comm.is_main, copy=copy)
         return ({part_name(comm.rank): part} if part.tensors else {}), comm.ranks
     if not comm.is_main:
         return {}, 1
-    copies = {WEIGHTS: copy_to_host(policy_tensors(state)), OPTIMIZER: copy_to_host(optimizer_tensors(state))}
-    return copies | ({EMA_WEIGHTS: copy_to_host(state.ema.weights)} if state.ema else {}), 1
+    tensors = {WEIGHTS: policy_tensors(state), OPTIMIZER: optimizer_tensors(state)}
+    tensors |= {EMA_WEIGHTS: state.ema.weights} if state.ema else {}
+    return {name: copy_to_host(each, copy=copy) for name, each in tensors.items()}, 1
 
 
 def _hashes_file(job: _Job, rank: int) -> Path:

@@ -14,13 +14,20 @@ import transformers
 
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import read_json
+from groupwise.core.io.json_types import misfit
 from groupwise.data.rows import RowFilter, read_rows
 from groupwise.workloads.chat.config import ChatConfig, PolicyConfig
 from groupwise.workloads.chat.data import PromptLimits, PromptSet, make_prompt_set
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy, load_policy
 from groupwise.workloads.chat.rewards import reward_functions
 from groupwise.workloads.chat.workload import ChatComponents, ChatWorkload
-from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint, read_weights
+from groupwise.workloads.checkpoint_files import (
+    has_ema,
+    load_weights,
+    newest_valid_checkpoint,
+    refuse_other_adapter,
+    tensors_of,
+)
 from groupwise.workloads.lora import merge_lora
 
 _SHARD_BYTES = 1 << 30
@@ -99,8 +106,10 @@ def export(run: Path | str, folder: Path | str, *, adapter: bool = False, ema: b
     config = ChatConfig(policy=replace(_policy_config(run), reference="none"))  # no second copy of the model
     if adapter and config.policy.lora_rank is None:
         raise UserError(f"The run in {run} trained all weights, so it has no adapter. Leave --adapter away.")
+    if config.policy.lora_rank is not None:
+        refuse_other_adapter(checkpoint, config.policy.lora_rank)
     policy = base_policy(config, torch.device("cpu"))
-    _load_weights(policy, checkpoint, ema=has_ema(checkpoint) if ema is None else ema)
+    load_weights(checkpoint, tensors_of(policy), ema=has_ema(checkpoint) if ema is None else ema)
     if config.policy.lora_rank is not None and not adapter:
         merge_lora(policy.model)
     policy.model.save_pretrained(folder, max_shard_size=_SHARD_BYTES)
@@ -115,14 +124,8 @@ def _policy_config(run: Path) -> PolicyConfig:
         raise UserError(f"The run in {run} is of another workload than chat, so it has no language model to export.")
     known = {field.name for field in fields(PolicyConfig)}
     values: dict[str, Any] = {name: value for name, value in saved.items() if name in known}
-    if not isinstance(values.get("lora_targets"), list):
-        raise UserError(f"{run / 'config.json'} does not say the policy's lora_targets. Restore it.")
+    problem = misfit(PolicyConfig, values)
+    if problem or "lora_targets" not in values:
+        reason = problem or "'lora_targets' is missing"
+        raise UserError(f"{run / 'config.json'} is damaged (in 'workload.policy' {reason}). Restore it.")
     return PolicyConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
-
-
-@torch.no_grad()
-def _load_weights(policy: LanguageModelPolicy, checkpoint: Path, *, ema: bool) -> None:
-    parameters = dict(policy.named_parameters())
-    for name, tensor in read_weights(checkpoint, ema=ema):
-        if name in parameters:
-            parameters[name].copy_(tensor)

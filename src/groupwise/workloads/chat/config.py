@@ -12,7 +12,7 @@ from groupwise.core.io.imports import resolve_folder
 from groupwise.data.rows import OnBadRow
 from groupwise.memory.architecture import read_architecture
 from groupwise.rewards.config import RewardFunctionsConfig
-from groupwise.workloads.base import WorkloadConfig
+from groupwise.workloads.base import MAX_LORA_RANK, WorkloadConfig
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +61,10 @@ class PolicyConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "policy.")
-        require(self.lora_rank is None or self.lora_rank >= 1, "policy.lora_rank", self.lora_rank, "1 or more, or None")
+        rule = f"from 1 to {MAX_LORA_RANK:,}, or None"
+        require(
+            self.lora_rank is None or 1 <= self.lora_rank <= MAX_LORA_RANK, "policy.lora_rank", self.lora_rank, rule
+        )
         require(0 < self.lora_alpha < math.inf, "policy.lora_alpha", self.lora_alpha, "above 0")
         can_disable = self.reference != "adapter" or self.lora_rank is not None
         require(can_disable, "policy.reference", self.reference, "'copy' or 'none' where policy.lora_rank is None")

@@ -6,14 +6,17 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import require, require_types
-from groupwise.workloads.base import WorkloadConfig
-from groupwise.workloads.flow.sampling.schedule import SamplingConfig
+from groupwise.workloads.base import MAX_LORA_RANK, WorkloadConfig
+from groupwise.workloads.flow.sampling.schedule import MAX_STEPS, SamplingConfig
 
 if TYPE_CHECKING:
     import torch
 
     from groupwise.workloads.flow.task import FlowTask
     from groupwise.workloads.flow.workload import FlowWorkload
+
+MAX_CONDITIONS = 100_000
+"""That a number in the settings of an embedded task asks for: they are made when a run starts, and held in memory."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class FlowConfig(WorkloadConfig):
         for name in ("cached_conditions", "encode_rows", "eval_rows"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
         if self.eval_steps is not None:
-            require(self.eval_steps >= 2, "workload.eval_steps", self.eval_steps, "at least 2")
+            rule = f"from 2 to {MAX_STEPS:,}"
+            require(2 <= self.eval_steps <= MAX_STEPS, "workload.eval_steps", self.eval_steps, rule)
 
     def task(self, device: torch.device) -> FlowTask:
         """The model, its conditions and its rewards; the same on every rank."""
@@ -72,5 +76,6 @@ class TrainedPartsConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "workload.train.")
-        require(self.lora_rank >= 1, "workload.train.lora_rank", self.lora_rank, "at least 1")
+        rule = f"from 1 to {MAX_LORA_RANK:,}"
+        require(1 <= self.lora_rank <= MAX_LORA_RANK, "workload.train.lora_rank", self.lora_rank, rule)
         require(self.lora_alpha >= 1, "workload.train.lora_alpha", self.lora_alpha, "at least 1")

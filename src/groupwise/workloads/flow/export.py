@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import diffusers
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import DiffusionPipeline, ModelMixin, WanTransformer3DModel
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.workloads.checkpoint_files import has_ema, newest_valid_checkpoint, read_weights
+from groupwise.core.io.files import read_json
+from groupwise.core.io.json_types import misfit
+from groupwise.workloads.checkpoint_files import (
+    has_ema,
+    load_weights,
+    newest_valid_checkpoint,
+    refuse_other_adapter,
+    tensors_of,
+)
 from groupwise.workloads.flow.config import TrainedPartsConfig
 from groupwise.workloads.flow.models.camera_layers import add_camera_layers, camera_weights
 from groupwise.workloads.flow.models.checkpoints import load_camera_layers, original_state
-from groupwise.workloads.flow.models.pipeline_folder import load_transformer, read_index
+from groupwise.workloads.flow.models.pipeline_folder import diffusers_class, load_transformer, read_index
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
 from groupwise.workloads.lora import merge_lora
 
 CAMERA_CHECKPOINT = "recam.ckpt"
 _NAMES = ("transformer", "transformer_2")
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """The types of a run's settings that are read here, beside `TrainedPartsConfig`."""
+
+    pipeline: str
+    dtype: Literal["bfloat16", "float32"]
+    camera_layers: str | None = None
 
 
 def export(run: Path | str, folder: Path | str, *, ema: bool = False, merge: bool = False) -> Path:
@@ -38,14 +53,16 @@ def export(run: Path | str, folder: Path | str, *, ema: bool = False, merge: boo
     checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/flow-wan.")
-    settings = json.loads((run / "config.json").read_text())["workload"]
-    if not settings.get("pipeline"):
+    settings = read_json(run / "config.json").get("workload")
+    if not isinstance(settings, dict) or not settings.get("pipeline"):
         raise UserError(f"The run in {run} trained no pipeline, so there is none to export to.")
     if ema and not has_ema(checkpoint):
         raise UserError(f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Leave ema out.")
-    train = _trained_parts(settings["train"])
+    train = _trained_parts(run / "config.json", settings)
+    if train.part == "lora":
+        refuse_other_adapter(checkpoint, train.lora_rank)
     transformers = _load_transformers(settings, train)
-    _copy(transformers, read_weights(checkpoint, ema=ema))
+    load_weights(checkpoint, _tensors(transformers), ema=ema)
     folder.mkdir(parents=True, exist_ok=True)
     for name, transformer in transformers.items():
         _write(transformer, folder, name, settings, adapter=train.part == "lora" and not merge)
@@ -75,7 +92,8 @@ def _write_adapter(transformer: Any, folder: Path, settings: Mapping[str, Any]) 
     """With the adapter's config, so that it is loaded with the scale alpha / rank that it was trained with."""
     from peft.utils import get_peft_model_state_dict
 
-    pipeline: Any = getattr(diffusers, read_index(Path(settings["pipeline"]))["_class_name"])
+    folder_of_model = Path(settings["pipeline"])
+    pipeline = diffusers_class(folder_of_model, read_index(folder_of_model).get("_class_name"), DiffusionPipeline)
     pipeline.save_lora_weights(
         folder,
         transformer_lora_layers=get_peft_model_state_dict(transformer),
@@ -89,10 +107,12 @@ def _load_transformers(settings: Mapping[str, Any], train: TrainedPartsConfig) -
     index = read_index(folder)
     loaded = {}
     for name in _NAMES:
-        library, class_name = index.get(name) or (None, None)
-        if library is None or class_name is None:
+        listed = index.get(name)
+        class_name = listed[1] if isinstance(listed, list) and len(listed) == 2 else None
+        if class_name is None:
             continue
-        loaded[name] = load_transformer(getattr(diffusers, class_name), folder, "float32", torch.device("cpu"), name)
+        kind = diffusers_class(folder, class_name, ModelMixin)
+        loaded[name] = load_transformer(kind, folder, "float32", torch.device("cpu"), name)
         if "camera_layers" in settings:
             add_camera_layers(loaded[name])
             if settings["camera_layers"]:
@@ -101,19 +121,25 @@ def _load_transformers(settings: Mapping[str, Any], train: TrainedPartsConfig) -
     return loaded
 
 
-def _trained_parts(saved: Mapping[str, Any]) -> TrainedPartsConfig:
-    known = {field.name for field in fields(TrainedPartsConfig)}
-    values: dict[str, Any] = {name: value for name, value in saved.items() if name in known}
-    return TrainedPartsConfig(**{**values, "lora_targets": tuple(values["lora_targets"])})
+def _trained_parts(file: Path, settings: Mapping[str, Any]) -> TrainedPartsConfig:
+    """What was trained; settings of other types than a run of ours has are refused."""
+    saved = settings.get("train")
+    known, read_here = ({field.name for field in fields(record)} for record in (TrainedPartsConfig, _Pipeline))
+    values: dict[str, Any] = {name: saved[name] for name in saved if name in known} if isinstance(saved, dict) else {}
+    problem = misfit(TrainedPartsConfig, values if isinstance(saved, dict) else saved) or misfit(
+        _Pipeline, {name: value for name, value in settings.items() if name in read_here}
+    )
+    if problem:
+        raise UserError(f"{file} is damaged (in 'workload' {problem}). Restore it.")
+    targets = {"lora_targets": tuple(values["lora_targets"])} if "lora_targets" in values else {}
+    return TrainedPartsConfig(**{**values, **targets})
 
 
-@torch.no_grad()
-def _copy(transformers: Mapping[str, Any], weights: Iterable[tuple[str, Tensor]]) -> None:
-    """One tensor at a time."""
-    own: dict[str, Tensor] = {}
-    for name, transformer in transformers.items():
-        prefix = f"{name}." if len(transformers) > 1 else ""
-        own |= {f"{prefix}{key}": tensor for key, tensor in transformer.named_parameters()}
-        own |= {f"{prefix}{key}": tensor for key, tensor in transformer.named_buffers()}
-    for name, weight in weights:
-        own[name].copy_(weight)
+def _tensors(transformers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By their names in a checkpoint."""
+    prefixes = {name: f"{name}." if len(transformers) > 1 else "" for name in transformers}
+    return {
+        f"{prefixes[name]}{key}": tensor
+        for name, transformer in transformers.items()
+        for key, tensor in tensors_of(transformer).items()
+    }

@@ -307,7 +307,7 @@ def test_what_is_no_controller_is_refused(folder, trained, tmp_path):
     trained.save_pretrained(tmp_path / "cut")
     weights = tmp_path / "cut" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(UserError, match=r"model.safetensors cannot be read"):
+    with pytest.raises(UserError, match=r"model.safetensors holds no tensors"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "cut", model=load_model(folder / "model"))
     config = json.loads((tmp_path / "cut" / "config.json").read_text())
     config["estimator"] = {"kind": "custom"}

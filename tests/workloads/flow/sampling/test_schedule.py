@@ -53,7 +53,6 @@ def test_a_window_is_within_the_steps_and_never_holds_the_last(steps, kind, shar
     ("settings", "message"),
     [
         ({"num_inference_steps": 1}, "the last step is never trained"),
-        ({"tail_steps": 0}, "tail_steps is 0.*at least 1"),
         ({"eta": 0.0}, "nothing to compare"),
         ({"stepper": "cps", "eta": 1.0}, "below 1 for cps"),
         ({"num_inference_steps": 3, "window": WindowConfig("sliding", size=3)}, "window.size is 3"),

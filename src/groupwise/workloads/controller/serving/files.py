@@ -12,21 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
-from torch import Tensor
+from safetensors.torch import save
 
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
 from groupwise.core.io.json_types import misfit
+from groupwise.core.io.tensor_files import TensorFiles
 from groupwise.core.units import format_bytes
 from groupwise.workloads.checkpoint_files import (
+    AVERAGED,
     EMA_WEIGHTS,
+    TRAINED,
     WEIGHTS,
     has_ema,
     is_in_parts,
     newest_valid_checkpoint,
-    read_weights,
+    open_tensors,
 )
 from groupwise.workloads.controller.conditions import Conditions
 from groupwise.workloads.controller.config import BudgetConfig
@@ -287,19 +288,21 @@ def _source(config: Mapping[str, Any]) -> ModelSource:
 
 def load_policy(file: Path, settings: ControllerSettings) -> ControllerNetwork:
     """The network with the weights of a file, or of a checkpoint folder of a sharded run."""
-    try:
-        saved: dict[str, Tensor] = dict(read_weights(file, ema=has_ema(file))) if file.is_dir() else load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"The weights {file} cannot be read ({error}). Restore the file, or save it again.") from error
+    if file.is_dir():
+        files, prefix = open_tensors(file), AVERAGED if has_ema(file) else TRAINED
+    else:
+        files, prefix = TensorFiles([(file.resolve(), "")]), ""  # in the hub's cache it is a link
     policy = ControllerNetwork(settings.width, settings.options, sees_overview=settings.sees_overview)
-    expected = policy.state_dict()
-    wrong = [name for name in expected if name not in saved or saved[name].shape != expected[name].shape]
+    expected = {f"{prefix}{name}": (tensor.shape, tensor.dtype) for name, tensor in policy.state_dict().items()}
+    wrong = [
+        name for name, kind in expected.items() if name not in files or kind != (files.shape(name), files.dtype(name))
+    ]
     if wrong:
         raise UserError(
             f"The weights {file} do not belong to the {CONFIG} beside them: '{wrong[0]}' is missing or has another"
-            " shape. Restore both from the same save."
+            " shape or dtype. Restore both from the same save."
         )
-    policy.load_state_dict({name: saved[name] for name in expected})
+    policy.load_state_dict({name.removeprefix(prefix): files.read(name) for name in expected})
     return policy.eval()
 
 

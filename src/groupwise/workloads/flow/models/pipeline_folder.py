@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,9 @@ from diffusers.models.modeling_utils import no_init_weights
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, is_out_of_memory
 from groupwise.core.groups import content_hash
+from groupwise.core.io.files import read_json
 from groupwise.data.file_hash import file_hash
 from groupwise.dist.deferred_weights import defer_weights, defers_weights, files_in, without_weights
 from groupwise.dist.devices import move_module
@@ -45,22 +45,42 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder} is not a pipeline folder: it has no model_index.json. Give a folder written by a pipeline's"
             " save_pretrained or downloaded from the hub."
         )
-    try:
-        content: dict[str, Any] = json.loads(index.read_text())
-    except ValueError as error:
-        raise UserError(f"{index} is not JSON ({error}). Download the folder again.") from error
-    return content
+    return read_json(index.resolve())  # in the hub's cache it is a link
+
+
+def diffusers_class(folder: Path, name: object, base: type) -> Any:
+    """A class of diffusers that a pipeline folder names; one that is no subclass of `base` is refused."""
+    found = getattr(diffusers, name, None) if isinstance(name, str) else None
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise UserError(f"{folder} names {str(name)[:80]!r}, which is no {base.__name__} of diffusers. Restore it.")
+    return found
 
 
 def load_transformer(
     model_class: Any, folder: Path, dtype: str, device: torch.device, name: str = "transformer"
 ) -> Any:
     """The transformer of a pipeline folder, on the device, in eval mode; deferred where weights are."""
-    deferred = _load_without_weights(model_class, folder / name, getattr(torch, dtype)) if defers_weights() else None
-    if deferred is not None:
-        return deferred.eval()
-    transformer = model_class.from_pretrained(folder, subfolder=name, dtype=getattr(torch, dtype), use_safetensors=True)
+    torch_dtype = getattr(torch, dtype)
+    with _damage_explained(folder / name):
+        deferred = _load_without_weights(model_class, folder / name, torch_dtype) if defers_weights() else None
+        if deferred is not None:
+            return deferred.eval()
+        transformer = model_class.from_pretrained(folder, subfolder=name, dtype=torch_dtype, use_safetensors=True)
     return move_module(transformer, device).eval()
+
+
+@contextmanager
+def _damage_explained(folder: Path) -> Iterator[None]:
+    """What diffusers raises about files that it has not written, which may be anything, in a sentence."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, UserError) or is_out_of_memory(error):
+            raise
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(
+            f"{folder} cannot be loaded ({type(error).__name__}: {reason}). Download or save the pipeline again."
+        ) from error
 
 
 def _load_without_weights(model_class: Any, folder: Path, dtype: torch.dtype) -> Any:
@@ -81,7 +101,8 @@ def load_pipeline_without_transformer(
 ) -> Any:
     """Text encoders and VAE of a pipeline folder, frozen, on the CPU."""
     without: dict[str, Any] = dict.fromkeys(names)
-    pipeline = pipeline_class.from_pretrained(folder, dtype=getattr(torch, dtype), use_safetensors=True, **without)
+    with _damage_explained(folder):
+        pipeline = pipeline_class.from_pretrained(folder, dtype=getattr(torch, dtype), use_safetensors=True, **without)
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.requires_grad_(False).eval()

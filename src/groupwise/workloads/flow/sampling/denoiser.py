@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Protocol, Self
 
 import torch
@@ -19,7 +18,7 @@ from groupwise.core.io.progress import advance
 from groupwise.core.placement import RolloutRows
 from groupwise.core.randomness import normal
 from groupwise.core.transfer import send
-from groupwise.workloads.flow.sampling.schedule import SamplingConfig, spread, window_at
+from groupwise.workloads.flow.sampling.schedule import SamplingConfig, window_at
 from groupwise.workloads.flow.sampling.steppers import (
     STEPPERS,
     NoiseInterval,
@@ -76,7 +75,7 @@ class Denoiser:
 
     def denoise_to_window(self, latents: Tensor, velocity: Velocity) -> Tensor:
         """The deterministic steps before the window."""
-        return self._deterministic(latents, self.levels[: self.window.start + 1], velocity)
+        return self._deterministic(latents, range(self.window.start), velocity)
 
     def sample_window(self, latents: Tensor, rows: RolloutRows, velocity: Velocity) -> SampledWindow:
         """Sample the window's steps. Latents are rounded to the stored dtype before they are scored or used."""
@@ -92,11 +91,8 @@ class Denoiser:
         return SampledWindow(torch.stack(stored, dim=1), torch.stack(logp, dim=1))
 
     def denoise_from_window(self, latents: Tensor, velocity: Velocity) -> Tensor:
-        """The deterministic steps after the window: all that are left, or `tail_steps`."""
-        levels = self.levels[self.window.stop :]
-        if self.config.tail_steps is not None:
-            levels = spread(levels, self.config.tail_steps)
-        return self._deterministic(latents, levels, velocity)
+        """The deterministic steps after the window."""
+        return self._deterministic(latents, range(self.window.stop, len(self.levels) - 1), velocity)
 
     def shared_start(self, group: Int64[Tensor, " rows"], index: int) -> Int64[Tensor, " rows"] | None:
         """The groups whose rows have equal latents before step `index` of the window; None where none have."""
@@ -124,10 +120,11 @@ class Denoiser:
         sigma = send(torch.tensor(self.levels)[steps].to(latents.dtype), latents.device)
         return latents - sigma.view(-1, *[1] * (latents.ndim - 1)) * velocity(latents, sigma)
 
-    def _deterministic(self, latents: Tensor, levels: Sequence[float], velocity: Velocity) -> Tensor:
-        for step in pairwise(levels):
+    def _deterministic(self, latents: Tensor, steps: range, velocity: Velocity) -> Tensor:
+        for step in steps:
             sigma, sigma_next = (
-                torch.full((len(latents),), level, device=latents.device).to(latents.dtype) for level in step
+                torch.full((len(latents),), level, device=latents.device).to(latents.dtype)
+                for level in self.levels[step : step + 2]
             )
             latents = ode(latents, velocity(latents, sigma), NoiseInterval(sigma, sigma_next, 0.0, 0.0)).mean
             advance()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 from groupwise.core.errors import require, require_types
+
+MAX_STEPS = 10_000
+"""Denoising steps: more than the 1,000 that any scheduler distinguishes."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,6 @@ class SamplingConfig:
     """Classifier-free guidance, in sampling and in training; at 1 the model runs once per step instead of twice."""
     shared_noise: bool = True
     """Members of a group share their initial noise and the deterministic steps before the window, computed once."""
-    tail_steps: int | None = None
-    """Deterministic steps after the window, at most: fewer cost less and give rewards of clips that are a little
-    coarser (MixGRPO-Flash). None for all that the schedule has left."""
     latent_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the window's stored latents. They are rounded before they are scored, so the ratio is 1 either way."""
     window: WindowConfig = field(default_factory=WindowConfig)
@@ -58,17 +58,14 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         require_types(self, "workload.sampling.")
         steps, window = self.num_inference_steps, self.window
-        require(
-            steps >= 2, "workload.sampling.num_inference_steps", steps, "at least 2: the last step is never trained"
-        )
-        require(
-            self.tail_steps is None or self.tail_steps >= 1,
-            "workload.sampling.tail_steps",
-            self.tail_steps,
-            "at least 1",
-        )
-        require(self.shift is None or self.shift > 0, "workload.sampling.shift", self.shift, "above 0")
-        require(self.eta > 0, "workload.sampling.eta", self.eta, "above 0: without noise there is nothing to compare")
+        rule = f"from 2 to {MAX_STEPS:,}: the last step is never trained"
+        require(2 <= steps <= MAX_STEPS, "workload.sampling.num_inference_steps", steps, rule)
+        shift = 1.0 if self.shift is None else self.shift
+        require(0 < shift < math.inf, "workload.sampling.shift", self.shift, "above 0, and finite")
+        rule = "above 0, and finite: without noise there is nothing to compare"
+        require(0 < self.eta < math.inf, "workload.sampling.eta", self.eta, rule)
+        guidance = self.guidance_scale
+        require(math.isfinite(guidance), "workload.sampling.guidance_scale", guidance, "a finite number")
         if self.stepper in ("cps", "cps_distance"):
             require(self.eta < 1, "workload.sampling.eta", self.eta, f"below 1 for {self.stepper}")
         if window.kind == "sliding":
@@ -84,13 +81,6 @@ def noise_levels(config: SamplingConfig, steps: int | None = None) -> list[float
     steps, shift = steps or config.num_inference_steps, config.shift or 1.0
     uniform = [1 - step / steps for step in range(steps + 1)]
     return [shift * sigma / (1 + (shift - 1) * sigma) for sigma in uniform]
-
-
-def spread(levels: Sequence[float], steps: int) -> list[float]:
-    """The levels of at most so many steps from the first to the last, every so many of the given ones."""
-    given = len(levels) - 1
-    steps = min(steps, given)
-    return [levels[round(step * given / steps)] for step in range(steps + 1)] if given else list(levels)
 
 
 def window_at(config: SamplingConfig, training_step: int) -> range:

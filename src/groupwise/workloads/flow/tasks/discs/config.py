@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import require
-from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
+from groupwise.workloads.flow.config import MAX_CONDITIONS, FlowConfig, TrainedPartsConfig
 from groupwise.workloads.flow.image_memory import image_architecture
 from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config
 from groupwise.workloads.flow.sampling.schedule import window_at
@@ -48,7 +48,8 @@ class DiscsConfig(FlowConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("images_per_prompt", "held_out_images_per_prompt"):
-            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+            value = getattr(self, name)
+            require(1 <= value <= MAX_CONDITIONS, f"workload.{name}", value, f"from 1 to {MAX_CONDITIONS:,}")
 
     def memory_model(self) -> FlowMemory:
         """Decoding is not planned."""

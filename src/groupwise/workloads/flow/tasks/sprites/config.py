@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from groupwise.core.errors import require
-from groupwise.workloads.flow.config import FlowConfig, TrainedPartsConfig
+from groupwise.workloads.flow.config import MAX_CONDITIONS, FlowConfig, TrainedPartsConfig
 from groupwise.workloads.flow.memory import FlowMemory, read_transformer_config, read_wan_architecture
 from groupwise.workloads.flow.sampling.schedule import window_at
 
@@ -48,7 +48,8 @@ class SpritesConfig(FlowConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("scenes", "held_out_scenes", "final_scenes"):
-            require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+            value = getattr(self, name)
+            require(1 <= value <= MAX_CONDITIONS, f"workload.{name}", value, f"from 1 to {MAX_CONDITIONS:,}")
 
     def memory_model(self) -> FlowMemory:
         """The initial weights of what is trained are kept as the reference."""
