@@ -24,14 +24,14 @@ def recipe() -> Config:
             eval_steps=8,
             train=TrainedPartsConfig(part="recam"),
         ),
-        steps=160,
-        conditions_per_step=24,
-        group_size=8,
+        steps=175,
+        conditions_per_step=16,
+        group_size=16,
         rows_per_pass=64,
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-3, clip_high=1e-3),
         optimizer=OptimizerConfig(
-            learning_rate=4e-4, warmup_updates=5, schedule="linear", max_grad_norm=_MAX_GRAD_NORM
+            learning_rate=3e-4, warmup_updates=5, schedule="linear", max_grad_norm=_MAX_GRAD_NORM
         ),
     )
