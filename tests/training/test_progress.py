@@ -2,7 +2,8 @@
 
 import pytest
 
-from groupwise.training.progress import progress_bar
+from groupwise.memory.measure import MemoryUsage
+from groupwise.training.progress import describe_memory, progress_bar
 
 
 @pytest.mark.parametrize(
@@ -23,3 +24,17 @@ def test_what_was_done_earlier_is_skipped(capsys):
         bar.advance()
         bar.advance()
     assert capsys.readouterr().err.splitlines() == ["step 9/10", "step 10/10"]
+
+
+@pytest.mark.parametrize(
+    ("planned", "text"),
+    [
+        (None, "memory 300.0 MiB (30%)"),
+        (400, "memory 300.0 MiB (30%), planned at most 400.0 MiB"),
+        (299, "memory 300.0 MiB (30%), planned at most 299.0 MiB"),
+        (200, "memory 300.0 MiB (30%), planned at most 200.0 MiB (exceeded by 50%)"),
+    ],
+)
+def test_a_plan_is_an_upper_limit_and_what_exceeds_it_is_said(planned, text):
+    usage = MemoryUsage(peak=300 << 20, current=0, device=1000 << 20, host=0, predicted=planned and planned << 20)
+    assert describe_memory(usage) == text

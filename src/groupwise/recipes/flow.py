@@ -9,7 +9,7 @@ from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowCon
 from groupwise.workloads.flow.tasks.sprites.config import WEIGHTS, SpritesConfig
 
 _MAX_GRAD_NORM = 3e-5
-"""Below all that occur, so that all have the same: the gradient of the window's last position is 30 times as large as
+"""Below all that occur, so that all have the same: the gradient of the window's last position is 7 times as large as
 that of its first, and says no more."""
 
 
@@ -17,15 +17,16 @@ def recipe() -> Config:
     return Config(
         SpritesConfig(
             SamplingConfig(
-                num_inference_steps=8, shift=10.0, eta=0.7, window=WindowConfig("sliding", share=1.0, size=1)
+                num_inference_steps=5, shift=3.0, eta=0.7, window=WindowConfig("sliding", share=1.0, size=1)
             ),
             encode_rows=16,
             eval_rows=48,
+            eval_steps=8,
             train=TrainedPartsConfig(part="recam"),
         ),
         steps=175,
-        conditions_per_step=8,
-        group_size=8,
+        conditions_per_step=16,
+        group_size=16,
         rows_per_pass=64,
         reward=RewardConfig(weights=WEIGHTS),
         advantage=AdvantageConfig(clip=5.0),

@@ -19,6 +19,9 @@ from groupwise.training.config import Config
 from groupwise.training.loop import StepResult
 from groupwise.training.preflight import NOTE, Check
 
+_SHOWN_EXCESS = 0.005
+"""Of measured over planned memory, as a share: less is rounding."""
+
 
 class ProgressBar:
     """A live bar with the time left; a plain line for every tenth where stderr is no terminal."""
@@ -97,7 +100,7 @@ class ProgressDisplay:
         rate = self._rollouts / max(now - self._last, 1e-9)
         self._last = now
         self._bar.advance(
-            f"reward {step.metrics['reward']:.3f}  {rate:,.0f} rollouts/s  {_memory(step.memory)}"
+            f"reward {step.metrics['reward']:.3f}  {rate:,.0f} rollouts/s  {describe_memory(step.memory)}"
             f"  no spread {step.metrics['zero_spread_share']:.0%}"
         )
 
@@ -119,12 +122,14 @@ class ProgressDisplay:
         self.print(f"Warning: {text}", style="yellow")
 
 
-def _memory(memory: MemoryUsage) -> str:
-    """Peak, share of the device and, where there is a plan, its error."""
+def describe_memory(memory: MemoryUsage) -> str:
+    """Peak, share of the device and, where there is a plan, its upper limit: few steps are the longest possible."""
     text = f"memory {format_bytes(memory.peak)} ({memory.utilization:.0%})"
-    if memory.error is None:
+    if memory.predicted is None:
         return text
-    return f"{text}, planned {format_bytes(memory.predicted or 0)} ({memory.error:+.0%})"
+    excess = memory.peak / memory.predicted - 1
+    exceeded = f" (exceeded by {excess:.0%})" if excess >= _SHOWN_EXCESS else ""
+    return f"{text}, planned at most {format_bytes(memory.predicted)}{exceeded}"
 
 
 _COMMON_COLUMNS = ("step", "group", "member", "condition", "reward", "rewards", "advantage")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import groupwise as gw
 from accelerator.command import RECIPE
+from accelerator.steps import RECIPES
 from groupwise.cli.main import main
 from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.tasks.mosaic.questions import make_question_set
@@ -38,10 +39,8 @@ def of_recipe(monkeypatch):
     return lambda name: monkeypatch.setenv("GROUPWISE_TEST_RECIPE", name)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["doors", *(pytest.param(n, marks=pytest.mark.device) for n in ("chat", "flow", "flow-image", "controller"))],
-)
+@pytest.mark.device
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_run_that_was_killed_is_resumed_bit_identically_evaluated_and_exported(device, name, tmp_path, of_recipe):
     of_recipe(name)
     command = [sys.executable, "-m", "accelerator.command", "--kill", "update:1:0", "train", RECIPE, "--run-dir"]

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn import functional
 
 from groupwise.workloads.flow.data.cameras import motion_to_pose, split_pose
 from groupwise.workloads.flow.tasks.sprites.config import LATENT_SIDE, SIDE
-from groupwise.workloads.flow.tasks.sprites.latents import Clips, opacities, sprite_masks, true_clips
+from groupwise.workloads.flow.tasks.sprites.latents import Clips, enlarge, opacities, sprite_masks, true_clips
 from groupwise.workloads.flow.tasks.sprites.pixels import (
     HALF,
     Masks,
@@ -157,5 +156,4 @@ def _overlap(masks: Masks, centers: Centers, camera: Float[Tensor, "clips frames
 def _painted(centers: Centers, camera: Float[Tensor, "clips frames 12"]) -> Masks:
     """The sprites seen from the camera, enlarged from the latents' size as the decoder does it."""
     small = sprite_masks(centers, camera, LATENT_SIDE)
-    large = functional.interpolate(small.flatten(0, 1), size=(HALF, HALF), mode="bicubic", align_corners=False)
-    return opacities(large).unflatten(0, small.shape[:2])
+    return opacities(enlarge(small, HALF))
