@@ -15,6 +15,8 @@ from groupwise.memory.sharding import ShardUnits, UnitParams, per_rank
 from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
 
 _REQUIRED = ("num_attention_heads", "attention_head_dim", "num_layers", "ffn_dim", "in_channels", "text_dim")
+_LOGPROB_COPIES = 5
+"""Of the latents, while a step is scored: means, differences, squares, densities."""
 
 
 class Architecture(Protocol):
@@ -348,7 +350,10 @@ class FlowMemory:
         of_graph, once = model.text_bytes(part, number, checkpointing=self.checkpointing)
         text = self._together * self.text_tokens * (self.graphs * of_graph + once)
         latents = self.trajectory_bytes(spec.shape.rollouts_per_rank + spec.shape.largest_pass)
-        return {"latents": latents, "activations": rows * (self.tokens * token + text)}
+        peak = {"latents": latents, "activations": rows * (self.tokens * token + text)}
+        if rows < spec.shape.largest_pass:  # a small graph, beside which the rows' means and squared distances count
+            peak["log-probs"] = spec.shape.largest_pass * _LOGPROB_COPIES * 4 * math.prod(self.latent)
+        return peak
 
     def reductions(self) -> list[Reduction]:
         reductions: list[Reduction] = []
