@@ -59,6 +59,7 @@ class HungryWorkload(TinyWorkload):
 
     reporter = HungryReporter()
     has_eaten = False
+    usual_limit: tuple[int, int] | None = None
 
     def __init__(self, config: HungryConfig, device: torch.device):
         super().__init__(config, device)
@@ -117,9 +118,19 @@ class HungryWorkload(TinyWorkload):
         return scored
 
     def checkpoint_files(self) -> dict[str, bytes]:
-        if self.hungry("copy") and is_writer():
-            limit(120 << 20)  # the writer's thread claims 72; weight and moments are 192
+        if self.hungry("copy") and self.step == 0 and self.copies_state():
+            self.usual_limit = resource.getrlimit(resource.RLIMIT_AS)
+            limit(60 << 20)  # weight and moments are 192, or 96 where two ranks share them
         return super().checkpoint_files()
+
+    def copies_state(self) -> bool:
+        """Whether this rank copies the state for a checkpoint; where several do, one of them."""
+        return is_last_rank() if self.config.blocks else os.environ.get("RANK", "0") == "0"
+
+    def expected_costs(self, conditions: torch.Tensor) -> torch.Tensor:
+        if self.usual_limit:  # the next step has memory again: gathering the weights takes more than the copy
+            resource.setrlimit(resource.RLIMIT_AS, self.usual_limit)
+        return super().expected_costs(conditions)
 
     def eat_before_step(self, *_arguments: object) -> None:
         """Once in this process, after memory was reserved for the step."""
@@ -160,11 +171,6 @@ def is_last_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == int(os.environ.get("WORLD_SIZE", "1")) - 1
 
 
-def is_writer() -> bool:
-    """Whether this rank copies the state for a checkpoint."""
-    return os.environ.get("RANK", "0") == "0"
-
-
 def limit(room: int) -> None:
     """No more than this beyond what the process has now."""
     held = psutil.Process().memory_info().vms
@@ -191,7 +197,8 @@ def runs(folder: Path) -> dict[str, gw.Config]:
         "gather", folder / "gather", workload={"from_step": 1}, run=quiet, conditions_per_step=2
     )
     for name in ("copy", "copied"):
-        configs[name] = config_for(name, folder / name, run=quiet, steps=2)
+        every = quiet | {"checkpoint_every": 1}
+        configs[name] = config_for(name, folder / name, run=every, steps=2, conditions_per_step=2)
     third = {"from_step": 3}
     for name, how in (("step", quiet), ("step resumed", quiet | {"resume": True})):
         configs[name] = config_for("step", folder / "step", workload=third, run=how)

@@ -133,3 +133,17 @@ def test_a_full_disk_while_writing_ends_the_run_at_the_next_step(tmp_path, monke
     train(configured(tmp_path / "full", resume=True))
     train(configured(tmp_path / "unbroken"))
     assert result_of(tmp_path / "full") == result_of(tmp_path / "unbroken")
+
+
+def test_a_thread_that_cannot_start_is_an_error_and_leaves_nothing_to_wait_for(tmp_path, monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    writer = CheckpointWriter(tmp_path, Comm(0, 1, torch.device("cpu")), keep=1)
+    with monkeypatch.context() as without_memory:
+        without_memory.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(UserError, match="Writing a checkpoint raised RuntimeError: can't start new thread"):
+            writer.start(trained_state(3), config={}, ranks=1)
+    assert writer.failed
+    assert writer.poll()
+    assert newest_valid_checkpoint(tmp_path, pytest.fail) is None

@@ -134,6 +134,8 @@ def test_a_folder_with_another_run_and_one_in_use_are_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         gw.train(config_in(tmp_path / "file" / "a"))
+    with pytest.raises(UserError, match="The run folder /proc/self cannot be written"):  # where no file can be made
+        gw.train(config_in(Path("/proc/self")))
 
 
 def test_a_failing_reward_stops_the_run_and_loses_nothing(tmp_path):

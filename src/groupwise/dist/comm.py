@@ -225,7 +225,9 @@ def _raise_together(failures: Sequence[_RankFailure], error: Exception | None, r
             together.on_all_ranks = True
             raise together from error
     first = failures[0]
-    raise OutOfMemoryError(f"{first.message} (rank {first.rank} of {ranks})" if ranks > 1 else first.message) from None
+    exhausted = OutOfMemoryError(f"{first.message} (rank {first.rank} of {ranks})" if ranks > 1 else first.message)
+    exhausted.on_all_ranks = True
+    raise exhausted from None
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:

@@ -91,8 +91,11 @@ class StepLog:
 
     def save(self) -> None:
         """Copy the state; it is written meanwhile, once the checkpoint before it is."""
-        self._setup.comm.heartbeat.begin(f"step {self._setup.state.step}, checkpoint")
-        self._writer.start(self._setup.state, **self._checkpoint_content())
+        setup = self._setup
+        setup.comm.heartbeat.begin(f"step {setup.state.step}, checkpoint")
+        with setup.comm.fail_together(f"checkpoint_files() of {type(setup.workload).__name__}"):
+            content = self._checkpoint_content()
+        self._writer.start(setup.state, **content)
 
     def check_writer(self) -> None:
         """Raise what a checkpoint that is being written has failed with."""

@@ -107,13 +107,24 @@ class CheckpointWriter:
             return final
         copies, writers, copied = self._copies(state)
         job = _Job(final, temporary, copies, dict(files or {}), _metadata(state, config, ranks), writers)
-        self._pending = True
-        if self._comm.rank < writers:
-            self._thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
-            self._thread.start()
+        self._start_thread(job)
         if not copied:
             self.wait()  # nothing may change meanwhile
         return final
+
+    def _start_thread(self, job: _Job) -> None:
+        """On all ranks that write, or on none: a thread needs memory, too."""
+        self._thread = None
+        try:
+            with self._fail_together():
+                if self._comm.rank < job.writers:
+                    thread = threading.Thread(target=self._run, args=(job,), name="checkpoint writer", daemon=True)
+                    thread.start()
+                    self._thread = thread
+        except UserError:
+            self.stop()
+            raise
+        self._pending = True
 
     def _copies(self, state: State) -> tuple[dict[str, HostCopy], int, bool]:
         """What this rank writes, how many ranks write, and whether it is a copy: without memory for one it is the state

@@ -81,6 +81,10 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=_WAIT_FOR_PREDECESSOR_S if was_restarted() else 0, blocking=was_restarted())
         except Timeout as error:
+            if not os.path.lexists(self._lock.lock_file):  # such as in /proc, where nobody can make one
+                raise UserError(
+                    f"The run folder {self.path} cannot be written. Choose another with --run-dir."
+                ) from error
             raise UserError(
                 f"Another process is training in {self.path} now{self._owner_label()}. Wait for it, or choose another"
                 " --run-dir."
