@@ -1,6 +1,7 @@
 """Latents in closed form, and the pictures that the decoder paints from them."""
 
 import torch
+from torch.nn import functional
 from torch.testing import assert_close
 
 from groupwise.workloads.flow.data.cameras import motion_to_pose
@@ -9,6 +10,7 @@ from groupwise.workloads.flow.tasks.sprites.latents import (
     PALETTE,
     decode,
     encode_source,
+    enlarge,
     latents_of,
     source_pictures,
     true_clips,
@@ -17,6 +19,11 @@ from groupwise.workloads.flow.tasks.sprites.scene import draw_motions, draw_scen
 
 CENTERS = torch.tensor([[[0.0, 0.0], [-0.6, 0.0], [0.6, 0.0]]])
 STILL = motion_to_pose(torch.zeros(1, FRAMES, 6))
+
+
+def test_planes_are_enlarged_as_torch_does_it():
+    planes = torch.rand(2, 5, LATENT_SIDE, LATENT_SIDE, generator=torch.Generator().manual_seed(0))
+    assert_close(enlarge(planes, SIDE), functional.interpolate(planes, size=(SIDE, SIDE), mode="bicubic"))
 
 
 def test_the_picture_has_each_sprite_at_its_place_in_its_color_and_light():
