@@ -29,7 +29,7 @@ def configs() -> dict[str, gw.Config]:
     # Fewer questions and scenes, and no profile of this machine: both take long and change no shape.
     small = {
         "controller": {"mosaics": 24, "held_out_mosaics": 1, "estimator": "proportional"},
-        "flow": {"scenes": 24, "held_out_scenes": 1},
+        "flow": {"scenes": 32, "held_out_scenes": 1},
     }
     for name, sizes in small.items():
         recipes[name] = replace(recipes[name], workload=replace(recipes[name].workload, **sizes))

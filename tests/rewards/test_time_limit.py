@@ -90,3 +90,21 @@ def test_an_async_function_in_time_is_awaited():
         return [3.0]
 
     assert call_rewards({"r": with_time_limit(soon, 5)}, ["p"], ["c"]).per_rollout["r"].tolist() == [3.0]
+
+
+def test_a_limit_that_is_over_as_the_call_ends_raises_nothing_else():
+    """The alarm may come at any line after the function has returned."""
+    limit, outcomes = 5e-4, set()
+
+    def ends_in_time_or_not():
+        end = time.perf_counter() + limit * 0.98
+        while time.perf_counter() < end:
+            pass
+        return "result"
+
+    for _ in range(1000):
+        try:
+            outcomes.add(with_time_limit(ends_in_time_or_not, limit)())
+        except TimeoutError:
+            outcomes.add("over")
+    assert outcomes <= {"result", "over"}

@@ -39,30 +39,42 @@ class _TimeLimitExceeded(BaseException):
 
 def _with_alarm(call: Callable[[], Any], timeout_s: float, message: str) -> Any:
     """Interrupts the function itself, so that nothing of it goes on: also a regular expression that never ends."""
-    with _interval_timer(timeout_s) as expired:
-        try:
-            result = call()
-        except _TimeLimitExceeded:
-            result = None
-    if expired:
+    alarm, result = _Alarm(), None
+    try:
+        with _interval_timer(timeout_s, alarm):
+            try:
+                alarm.interrupts = True
+                result = call()
+            finally:
+                alarm.interrupts = False
+    except _TimeLimitExceeded:  # from the call, or from the line after it
+        pass
+    if alarm.expired:
         raise TimeoutError(message)
     return result
 
 
+class _Alarm:
+    """Whether the time is over, and whether it still interrupts: not while the timer is taken down."""
+
+    def __init__(self) -> None:
+        self.interrupts = self.expired = False
+
+    def __call__(self, *_: Any) -> None:
+        self.expired = True
+        if self.interrupts:
+            raise _TimeLimitExceeded
+
+
 @contextmanager
-def _interval_timer(timeout_s: float) -> Iterator[list[bool]]:
+def _interval_timer(timeout_s: float, alarm: _Alarm) -> Iterator[None]:
     """Fires repeatedly, in case the first signal is swallowed. A timer that was running before is restored."""
-    expired: list[bool] = []
-
-    def expire(*_: Any) -> None:
-        expired.append(True)
-        raise _TimeLimitExceeded
-
-    previous_handler, start = signal.signal(signal.SIGALRM, expire), time.monotonic()
+    previous_handler, start = signal.signal(signal.SIGALRM, alarm), time.monotonic()
     left, interval = signal.setitimer(signal.ITIMER_REAL, timeout_s, timeout_s)
     try:
-        yield expired
+        yield
     finally:
+        alarm.interrupts = False
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous_handler)
         if left:
