@@ -24,7 +24,7 @@ def recipe() -> Config:
             eval_steps=8,
             train=TrainedPartsConfig(part="recam"),
         ),
-        steps=175,
+        steps=240,
         conditions_per_step=16,
         group_size=16,
         rows_per_pass=64,
