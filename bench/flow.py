@@ -39,6 +39,7 @@ from groupwise.core.reward import Rewards
 from groupwise.core.types import Advantages
 from groupwise.recipes import load_recipe
 from groupwise.training import loop
+from groupwise.training.evaluate import held_out_metrics
 from groupwise.training.run import Setup, set_up
 from groupwise.workloads.flow.sampling.schedule import WindowConfig
 
@@ -63,7 +64,7 @@ class Run:
 
     def held_out(self) -> float:
         with torch.no_grad():
-            return self.setup.workload.evaluate()["held-out reward"]
+            return held_out_metrics(self.setup)["held-out reward"]
 
 
 def main(steps: int = 40, seeds: int = 3, methods: tuple[str, ...] = METHODS) -> None:

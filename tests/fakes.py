@@ -39,7 +39,7 @@ class TinyWorkload(gw.Workload):
         self.reference = TinyPolicy().to(device, getattr(torch, config.dtype))
         with torch.no_grad():
             self.reference.head.bias.add_(torch.linspace(-1, 1, DECISIONS * CHOICES).to(self.reference.head.bias))
-        self.num_conditions = CONDITIONS
+        self.num_conditions = self.num_held_out = CONDITIONS
 
     def rollout(self, rows: gw.RolloutRows) -> gw.Rollouts:
         logp = self.policy(rows.condition)
@@ -84,9 +84,9 @@ class TinyWorkload(gw.Workload):
         scored = self.score(rollouts).by_name()
         return gw.Scores(**{name: column[:, index : index + 1] for name, column in scored.items()})
 
-    def evaluate(self) -> dict[str, float]:
-        best = torch.arange(CONDITIONS) % CHOICES
-        return {"right": (self.policy(torch.arange(CONDITIONS)).argmax(-1) == best[:, None]).double().mean().item()}
+    def evaluate(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.evaluated = rows.tolist()
+        return {"right": (self.policy(rows).argmax(-1) == (rows % CHOICES)[:, None]).double().mean(-1)}
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,12 @@ class FaultyWorkload(fakes.TinyWorkload):
             logp = logp + struck[:, None] * (logp - logp.detach()).abs().sqrt()
         return replace(scores, logp=logp, reference_logp=reference)
 
-    def evaluate(self) -> dict[str, float]:
+    def evaluate(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Also says which weights this rank has."""
         weights = torch.cat([weight.detach().flatten() for weight in self.policy.parameters()])
         digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
         sys.stderr.write(f"weights after {self.rolled_out + 1} rollouts: {digest}\n")
-        return super().evaluate()
+        return super().evaluate(rows)
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,15 @@ def test_same_rollouts_gradient_and_weights_on_any_number_of_ranks(outcomes, ran
     assert [(s["group"], s["member"]) for s in together["samples"]] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
+def test_each_rank_evaluates_a_part_and_all_have_the_metrics(outcomes):
+    alone = outcomes[1]["whole clipped"]
+    for ranks in (2, 4, 8):
+        together = outcomes[ranks]["whole clipped"]
+        assert together["held_out"] == pytest.approx(alone["held_out"], abs=1e-12)
+        assert max(map(len, together["evaluated"])) - min(map(len, together["evaluated"])) <= 1
+        assert [row for part in together["evaluated"] for row in part] == alone["evaluated"][0]
+
+
 @pytest.mark.parametrize("loss", ["clipped", "ranking"])
 def test_every_placement_gives_the_same_gradient(outcomes, loss):
     for ranks in outcomes:

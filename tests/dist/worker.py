@@ -14,6 +14,7 @@ from fakes import TinyConfig, recipe
 import groupwise as gw
 from groupwise.core.placement import place
 from groupwise.dist.comm import connect, disconnect, exit_now
+from groupwise.training.evaluate import held_out_metrics
 from groupwise.training.loop import training_steps
 from groupwise.training.rollout import generate_rollouts
 from groupwise.training.run import set_up
@@ -22,7 +23,7 @@ LOSSES = {"clipped": gw.LossConfig(kl=0.05, entropy=0.01), "ranking": gw.LossCon
 
 
 def outcome(config: gw.Config) -> dict[str, object]:
-    """Rollouts of the first step by (group, member), the first gradient, and the weights after three steps."""
+    """Rollouts of the first step by (group, member), the first gradient, weights and evaluation after three steps."""
     setup = set_up(config)
     placement = place(setup.shape, seed=config.seed, step=0)
     rows = placement.rows_of(setup.comm.rank)
@@ -42,6 +43,8 @@ def outcome(config: gw.Config) -> dict[str, object]:
         "rewards": rewards,
         "samples": first.samples,
         "all_weights": setup.comm.gather(weights[None]),
+        "held_out": held_out_metrics(setup),
+        "evaluated": setup.comm.gather_objects([setup.workload.evaluated]),
     }
 
 

@@ -65,7 +65,7 @@ def run(arguments: list[str], as_json: bool) -> int:
 
 
 def _show(evaluation: Evaluation, folder: RunFolder) -> None:
-    missing = "" if evaluation.metrics else ": its workload has no evaluate()"
+    missing = "" if evaluation.metrics else ": its workload has no held-out rows"
     print(f"{folder.path} after step {evaluation.step}{missing}")
     for name, value in evaluation.metrics.items():
         print(f"  {name:<32} {value:.4f}")

@@ -49,16 +49,34 @@ def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> 
 def write_evaluation(setup: Setup, folder: RunFolder, moment: str) -> dict[str, float]:
     """Evaluate now; metrics go to eval.json under this moment, images beside it."""
     retry = setup.recovery.retry_smaller
-    metrics = retry("evaluation", _evaluate, setup)
+    metrics = retry("evaluation", held_out_metrics, setup)
     if metrics and setup.comm.is_main:
         folder.write("eval.json", {**folder.read("eval.json"), moment: metrics})
     retry("evaluation", _write_images, setup, folder, moment)
     return metrics
 
 
-def _evaluate(setup: Setup) -> dict[str, float]:
-    with _evaluation_mode(setup, f"evaluate() of {type(setup.workload).__name__}"):
-        return {name: float(value) for name, value in setup.workload.evaluate().items()}
+def held_out_metrics(setup: Setup) -> dict[str, float]:
+    """Of the current policy, or of its EMA weights: each rank evaluates its part of the held-out rows."""
+    workload, comm = setup.workload, setup.comm
+    rows = torch.arange(workload.num_held_out).tensor_split(comm.ranks)[comm.rank]
+    with _evaluation_mode(setup, f"evaluate() of {type(workload).__name__}"):
+        own = {name: column.cpu() for name, column in (workload.evaluate(rows) if len(rows) else {}).items()}
+        _check_columns(own, len(rows))
+    parts = [columns for columns in comm.gather_objects([own]) if columns]
+    columns = {name: torch.cat([part[name] for part in parts]) for name in (parts[0] if parts else ())}
+    with comm.fail_together(f"summarize_evaluation() of {type(workload).__name__}"):
+        metrics = workload.summarize_evaluation(columns) if columns else {}
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def _check_columns(columns: Mapping[str, torch.Tensor], rows: int) -> None:
+    for name, column in columns.items():
+        if column.shape[:1] != (rows,):
+            raise UserError(
+                f"evaluate() returned '{name}' of shape {tuple(column.shape)} for {rows} held-out rows: its first axis"
+                " must have one entry a row."
+            )
 
 
 def _write_images(setup: Setup, folder: RunFolder, moment: str) -> None:

@@ -69,6 +69,8 @@ class Workload(ABC):
     """What is trained: its parameters that require a gradient, in float32 or float64."""
     num_conditions: int
     """Size of the dataset."""
+    num_held_out: int = 0
+    """Held-out rows to evaluate; each rank gets a part of them."""
     reporter: Reporter = Reporter()
     """What people see; replaced by workloads that have more to say."""
     compute_dtype: str | None = None
@@ -139,9 +141,16 @@ class Workload(ABC):
         """Models beside the policy that `score` uses and that are sharded with it, each with its blocks."""
         return ()
 
-    def evaluate(self) -> Mapping[str, float]:
-        """Named metrics on held-out data, the same on every rank. The policy holds the EMA weights if there are any."""
+    def evaluate(self, rows: Tensor) -> Mapping[str, Tensor]:
+        """Named numbers of these held-out rows, a row on the first axis, NaN where there is none.
+
+        The same names whatever the rows. The policy holds the EMA weights if there are any.
+        """
         return {}
+
+    def summarize_evaluation(self, columns: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Metrics from the numbers of all held-out rows, in order: their means."""
+        return {name: column.double().nanmean().item() for name, column in columns.items()}
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
         """JSON files that every checkpoint holds: what is needed to use the policy without this workload.

@@ -19,7 +19,7 @@ from groupwise.training.run import set_up
 
 
 def outcome(placement: str) -> dict[str, object]:
-    """The choices of the first step by (group, member), and the weights after two steps."""
+    """The choices of the first step by (group, member), the first gradient, and the weights after two steps."""
     config = replace(recipe(), steps=2, placement=placement, rows_per_pass=16)
     setup = set_up(config)
     placed = place(setup.shape, seed=config.seed, step=0)
@@ -27,10 +27,12 @@ def outcome(placement: str) -> dict[str, object]:
     rollouts = generate_rollouts(setup, placed)
     order = setup.comm.gather(rows.group * config.group_size + rows.member).argsort()
     choices = setup.comm.gather(rollouts.data["choices"])[order]
-    for _ in training_steps(setup):
-        pass
-    weights = torch.cat([parameter.detach().flatten() for parameter in setup.workload.policy.parameters()])
-    return {"choices": choices, "weights": weights, "ranks": setup.comm.ranks}
+    steps, parameters = training_steps(setup), list(setup.workload.policy.parameters())
+    next(steps)
+    gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])
+    next(steps)
+    weights = torch.cat([parameter.detach().flatten() for parameter in parameters])
+    return {"choices": choices, "gradient": gradient, "weights": weights, "ranks": setup.comm.ranks}
 
 
 if __name__ == "__main__":

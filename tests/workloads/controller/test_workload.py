@@ -223,4 +223,6 @@ def test_two_ranks_with_members_apart_do_what_one_does_with_groups_whole(tmp_pat
     one, two = outcome("whole"), torch.load(tmp_path / "two.pt")
     assert two["ranks"] == 2
     assert torch.equal(one["choices"], two["choices"])
-    assert_close(one["weights"], two["weights"], rtol=0, atol=1e-5)
+    assert_close(one["gradient"], two["gradient"], rtol=0, atol=1e-7)
+    # AdamW moves a weight whose gradient is rounding by up to the learning rate, so single weights may differ
+    assert (one["weights"] - two["weights"]).norm() < 1e-5 * one["weights"].norm()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from groupwise.workloads.flow.evaluate import evaluate_held_out, generate_held_out
+from groupwise.workloads.flow.evaluate import generate_held_out
 from groupwise.workloads.flow.workload import FlowWorkload
 from workloads.flow.small import CPU, SmallConfig, steadiness, warmth
 
@@ -14,6 +14,10 @@ from workloads.flow.small import CPU, SmallConfig, steadiness, warmth
 def workload_of(config=None, **task):
     config = config or SmallConfig()
     return FlowWorkload(replace(config.task(CPU), **task), config, CPU)
+
+
+def metrics_of(workload):
+    return workload.summarize_evaluation(workload.evaluate(torch.arange(workload.num_held_out)))
 
 
 def test_a_clip_depends_on_its_condition_and_the_seed_only():
@@ -24,16 +28,19 @@ def test_a_clip_depends_on_its_condition_and_the_seed_only():
 
 
 def test_metrics_by_hand():
-    workload = workload_of(weights={"warmth": 2.0}, eval_metrics={"red": lambda prompts, completions, **_: [7.0] * 4})
+    workload = workload_of(weights={"warmth": 2.0}, eval_metrics={"red": lambda prompts, **_: [7.0] * len(prompts)})
     clips, cameras = list(generate_held_out(workload, torch.arange(4))), [c.camera for c in workload.task.held_out]
     means = [sum(values) / 4 for values in (warmth([], clips), steadiness([], clips, cameras))]
     metrics = {"held-out reward": 2 * means[0], "held-out warmth": means[0], "held-out steadiness": means[1]}
-    assert evaluate_held_out(workload) == pytest.approx({**metrics, "held-out red": 7.0}, abs=1e-6)
+    metrics["held-out red"] = 7.0
+    assert metrics_of(workload) == pytest.approx(metrics, abs=1e-6)
+    workload.row_limits = {**workload.row_limits, "eval_rows": 3}  # clips are judged three at a time
+    assert metrics_of(workload) == pytest.approx(metrics, abs=1e-6)
 
 
 def test_without_weights_terms_stand_alone_and_without_held_out_conditions_there_is_nothing():
-    assert set(evaluate_held_out(workload_of(weights={}))) == {"held-out warmth", "held-out steadiness"}
-    assert evaluate_held_out(workload_of(held_out=[])) == {}
+    assert set(metrics_of(workload_of(weights={}))) == {"held-out warmth", "held-out steadiness"}
+    assert workload_of(held_out=[]).num_held_out == 0
 
 
 def test_evaluation_may_take_more_steps_than_training():

@@ -21,6 +21,7 @@ from groupwise.workloads.chat.engine.sampler import Completion
 if TYPE_CHECKING:
     from groupwise.workloads.chat.workload import ChatWorkload
 
+_PASSED = "passed"
 _SALT = 0x6576616C  # "eval": keeps the random numbers apart from those of training
 
 
@@ -55,47 +56,62 @@ class GradedSamples:
         return (tokens if selected is None else tokens[selected.flatten()]).mean().item()
 
 
-def evaluation_metrics(workload: ChatWorkload) -> dict[str, float]:
-    """For evaluations during training: mean rewards, sampled and greedy, and pass@k."""
-    held_out = workload.components.held_out
-    if held_out is None:
-        return {}
-    sampled = sample_and_grade(workload, held_out, samples_per_prompt=workload.config.eval.samples_per_prompt)
-    greedy = sample_and_grade(workload, held_out, samples_per_prompt=1, greedy=True)
+def evaluate_prompts(workload: ChatWorkload, rows: Tensor) -> dict[str, Tensor]:
+    """For evaluations during training: rewards, sampled and greedy, and what passed, of these held-out prompts."""
+    held_out, samples_per_prompt = workload.components.held_out, workload.config.eval.samples_per_prompt
+    assert held_out is not None
+    sampled = sample_and_grade(workload, held_out, rows, samples_per_prompt=samples_per_prompt)
+    greedy = sample_and_grade(workload, held_out, rows, samples_per_prompt=1, greedy=True)
+    columns = {
+        **{f"{name}_sampled": values for name, values in sampled.rewards.items()},
+        "completion_tokens": torch.tensor([float(len(completion)) for completion in sampled.completions]),
+        "truncated_fraction": torch.tensor([float(not completion.stopped) for completion in sampled.completions]),
+    }
     return {
-        **{f"{name}_sampled": values.nanmean().item() for name, values in sampled.rewards.items()},
-        **{f"{name}_greedy": values.nanmean().item() for name, values in greedy.rewards.items()},
-        **{f"pass@{k}": value for k, (value, _) in sampled.pass_at().items() if k > 1},
-        "completion_tokens": sampled.mean_tokens(),
-        "truncated_fraction": sampled.truncated_fraction,
+        **{name: column.view(len(rows), samples_per_prompt) for name, column in columns.items()},
+        **{f"{name}_greedy": values for name, values in greedy.rewards.items()},
+        _PASSED: sampled.passed,
+    }
+
+
+def evaluation_metrics(columns: Mapping[str, Tensor]) -> dict[str, float]:
+    """Means over all samples, and pass@k."""
+    passed = columns[_PASSED]
+    samples, passed_by_prompt = passed.shape[1], passed.sum(1).tolist()
+    return {
+        **{name: column.nanmean().item() for name, column in columns.items() if name != _PASSED},
+        **{
+            f"pass@{k}": mean_pass_at(k, samples=samples, passed=passed_by_prompt)[0]
+            for k in powers_up_to(samples)
+            if k > 1
+        },
     }
 
 
 def sample_and_grade(
-    workload: ChatWorkload, prompts: PromptSet, *, samples_per_prompt: int, greedy: bool = False
+    workload: ChatWorkload, prompts: PromptSet, rows: Tensor, *, samples_per_prompt: int, greedy: bool = False
 ) -> GradedSamples:
-    """Complete the first `eval.num_prompts` prompts and compute the rewards.
+    """Complete these prompts and compute the rewards.
 
     Random numbers depend on eval.seed, prompt and sample alone: the same each time, on every rank.
     """
     config = workload.config.eval
-    num_prompts = min(len(prompts), config.num_prompts or len(prompts))
-    prompt_of_row = torch.arange(num_prompts).repeat_interleave(samples_per_prompt)
-    rows = RolloutRows(
+    prompt_of_row = rows.repeat_interleave(samples_per_prompt)
+    rollout_rows = RolloutRows(
         seed=int(random_bits(_SALT, config.seed)),
         step=0,
         rows_per_pass=len(prompt_of_row),
         group=prompt_of_row,
-        member=torch.arange(samples_per_prompt).repeat(num_prompts),
+        member=torch.arange(samples_per_prompt).repeat(len(rows)),
         condition=prompt_of_row,
     )
     sampling = replace(workload.sampling, temperature=0.0) if greedy else workload.sampling
     decode_rows = min(workload.row_limits["decode_rows"], workload.row_limits["eval_rows"])
-    rollouts = workload.sample_completions(prompts, rows, sampling, decode_rows=decode_rows)
+    rollouts = workload.sample_completions(prompts, rollout_rows, sampling, decode_rows=decode_rows)
     rewards = workload.reward_terms(prompts, rollouts).per_rollout
     first_reward = next(iter(rewards.values()))
-    passed = (first_reward >= config.pass_threshold).view(num_prompts, samples_per_prompt)
-    return GradedSamples(num_prompts, samples_per_prompt, rollouts.data["completion"], rewards, passed)
+    passed = (first_reward >= config.pass_threshold).view(len(rows), samples_per_prompt)
+    return GradedSamples(len(rows), samples_per_prompt, rollouts.data["completion"], rewards, passed)
 
 
 def pass_at(k: int, *, samples: int, passed: int) -> float:

@@ -147,8 +147,9 @@ def evaluation_report(workload: ChatWorkload) -> EvaluationReport | None:
         workloads = {BASE: _base_workload(workload), **workloads}
     policies = {}
     for name, evaluated in workloads.items():
-        sampled = sample_and_grade(evaluated, prompts, samples_per_prompt=config.report_samples_per_prompt)
-        greedy = sample_and_grade(evaluated, prompts, samples_per_prompt=1, greedy=True)
+        rows = torch.arange(workload.num_held_out)
+        sampled = sample_and_grade(evaluated, prompts, rows, samples_per_prompt=config.report_samples_per_prompt)
+        greedy = sample_and_grade(evaluated, prompts, rows, samples_per_prompt=1, greedy=True)
         policies[name] = _policy_metrics(sampled, greedy)
     metrics = {
         "num_prompts": sampled.num_prompts,

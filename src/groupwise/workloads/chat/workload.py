@@ -49,6 +49,8 @@ class ChatWorkload(Workload):
         self.components, self.config = components, config
         self.policy = components.policy
         self.num_conditions = len(components.training)
+        if components.held_out is not None:
+            self.num_held_out = min(len(components.held_out), config.eval.num_prompts or len(components.held_out))
         self.sampling, self.compute_dtype = components.sampling, config.policy.dtype
         self.row_limits = {"decode_rows": config.decode_rows, "eval_rows": config.decode_rows}
 
@@ -130,10 +132,15 @@ class ChatWorkload(Workload):
         reference = self.policy.reference_model
         return [] if reference is None else [(reference, blocks_of(reference))]
 
-    def evaluate(self) -> Mapping[str, float]:
+    def evaluate(self, rows: Tensor) -> Mapping[str, Tensor]:
+        from groupwise.workloads.chat.evaluate import evaluate_prompts
+
+        return evaluate_prompts(self, rows)
+
+    def summarize_evaluation(self, columns: Mapping[str, Tensor]) -> Mapping[str, float]:
         from groupwise.workloads.chat.evaluate import evaluation_metrics
 
-        return evaluation_metrics(self)
+        return evaluation_metrics(columns)
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
         """Conditions are prompts by index, so a run must not continue with other prompts: their number and hash."""

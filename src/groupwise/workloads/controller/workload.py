@@ -51,7 +51,7 @@ class ControllerWorkload(Workload):
         self.training = make_conditions(task.questions, task.estimator, self.options, config.budget)
         check_some_fit(self.training)
         self.held_out = make_conditions(task.held_out, task.estimator, self.options, config.budget)
-        self.num_conditions = len(self.training)
+        self.num_conditions, self.num_held_out = len(self.training), len(self.held_out)
         hidden_states = HiddenStateCache(task.executor)
         sees_overview = config.stage1.sees_overview
         network = ControllerNetwork(
@@ -112,35 +112,35 @@ class ControllerWorkload(Workload):
     def shard_blocks(self) -> Sequence[nn.Module]:
         return list(self.policy.children())
 
-    def evaluate(self) -> Mapping[str, float]:
+    def evaluate(self, rows: Tensor) -> Mapping[str, Tensor]:
         """Greedy choices on held-out questions under every budget; latency is estimated, not measured."""
+        batches = [self._evaluate_greedy(batch) for batch in rows.split(self.eval_rows)]
+        return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+
+    def _evaluate_greedy(self, rows: Tensor) -> dict[str, Tensor]:
+        decided = self.controller.decide(self.held_out, rows, greedy_option)
+        questions, choices = self.held_out.question_of(rows), decided.choices
+        medians, _ = self.held_out.estimates(rows)
+        return {
+            ACCURACY: self.grade(questions, self.answer(questions, choices, decided.prefix)).per_rollout[ACCURACY],
+            "over_budget": self.held_out.over_budget(rows, choices).double(),
+            "estimated_ms": value_of_choices(medians, choices),
+        }
+
+    def summarize_evaluation(self, columns: Mapping[str, Tensor]) -> Mapping[str, float]:
         budgets = self.config.budget.budgets
+        accuracy = columns[ACCURACY].view(-1, len(budgets))
         infeasible = torch.cat([self.training.infeasible, self.held_out.infeasible])
-        accuracy, over_budget, estimated_ms = (
-            torch.cat(column).view(-1, len(budgets)) for column in zip(*self._evaluate_greedy(), strict=True)
-        )
         return {
             "accuracy_greedy": accuracy.nanmean().item(),
             **{
                 f"accuracy_at_{budget.label}": accuracy[:, index].nanmean().item()
                 for index, budget in enumerate(budgets)
             },
-            "estimated_over_budget_fraction": over_budget.mean().item(),
-            "estimated_ms": estimated_ms.mean().item(),
+            "estimated_over_budget_fraction": columns["over_budget"].mean().item(),
+            "estimated_ms": columns["estimated_ms"].mean().item(),
             "infeasible_fraction": infeasible.double().mean().item(),
         }
-
-    def _evaluate_greedy(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Accuracy, whether over budget, and estimated milliseconds of held-out conditions, batch by batch."""
-        batches = []
-        for rows in torch.arange(len(self.held_out)).split(self.eval_rows):
-            decided = self.controller.decide(self.held_out, rows, greedy_option)
-            questions, choices = self.held_out.question_of(rows), decided.choices
-            accuracy = self.grade(questions, self.answer(questions, choices, decided.prefix)).per_rollout[ACCURACY]
-            over_budget = self.held_out.over_budget(rows, choices).double()
-            medians, _ = self.held_out.estimates(rows)
-            batches.append((accuracy, over_budget, value_of_choices(medians, choices)))
-        return batches
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
         """What `AdaptiveModel` needs besides the weights."""

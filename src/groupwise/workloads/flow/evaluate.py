@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -18,17 +17,19 @@ if TYPE_CHECKING:
     from groupwise.workloads.flow.workload import FlowWorkload
 
 
-def evaluate_held_out(workload: FlowWorkload) -> Mapping[str, float]:
-    """Means of the rewards and evaluation metrics; with the task's weights their weighted sum, too."""
-    task = workload.task
-    if not task.held_out:
-        return {}
-    clips = generate_held_out(workload, torch.arange(len(task.held_out)))
-    terms = clip_rewards({**task.rewards, **task.eval_metrics}, task.held_out, clips)
-    metrics = {f"held-out {name}": values.nanmean().item() for name, values in terms.per_rollout.items()}
-    if not task.weights:
-        return metrics
-    return {"held-out reward": weighted_sum(terms, task.weights).nanmean().item(), **metrics}
+def evaluate_clips(workload: FlowWorkload, indices: Tensor) -> dict[str, Tensor]:
+    """Rewards and evaluation metrics of held-out clips; with the task's weights their weighted sum, too.
+
+    `eval_rows` clips are held at a time.
+    """
+    task, parts = workload.task, []
+    for part in indices.split(workload.row_limits["eval_rows"]):
+        conditions = [task.held_out[index] for index in part.tolist()]
+        clips = generate_held_out(workload, part)
+        terms = clip_rewards({**task.rewards, **task.eval_metrics}, conditions, clips)
+        total = {"reward": weighted_sum(terms, task.weights)} if task.weights else {}
+        parts.append({**total, **terms.per_rollout})
+    return {f"held-out {name}": torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def generate_held_out(workload: FlowWorkload, indices: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from groupwise.core.transfer import send
 from groupwise.core.types import RewardTerms, Rollouts, Scores, concatenate_rollouts, concatenate_scores
 from groupwise.workloads.base import Workload
 from groupwise.workloads.flow.config import FlowConfig
-from groupwise.workloads.flow.evaluate import evaluate_held_out
+from groupwise.workloads.flow.evaluate import evaluate_clips
 from groupwise.workloads.flow.models.base import GuidedVelocity
 from groupwise.workloads.flow.models.trained_parts import enable_gradient_checkpointing
 from groupwise.workloads.flow.report import FlowReporter
@@ -37,7 +37,7 @@ class FlowWorkload(Workload):
         self._check_conditions()
         self.policy = self.model.policy
         self._denoiser = self.denoiser(config.sampling.num_inference_steps)
-        self.num_conditions = len(task.conditions)
+        self.num_conditions, self.num_held_out = len(task.conditions), len(task.held_out)
         self.group_ids = group_ids(task.conditions)
         limits = {"max_cached": config.cached_conditions, "encode_rows": config.encode_rows}
         if config.gradient_checkpointing:
@@ -184,8 +184,8 @@ class FlowWorkload(Workload):
     def decode(self, latents: Tensor) -> Tensor:
         return torch.cat([self.model.decode(part) for part in latents.split(self.row_limits["encode_rows"])])
 
-    def evaluate(self) -> Mapping[str, float]:
-        return evaluate_held_out(self)
+    def evaluate(self, rows: Tensor) -> Mapping[str, Tensor]:
+        return evaluate_clips(self, rows)
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
         return self.task.checkpoint_files
