@@ -12,6 +12,7 @@ from fakes import TinyConfig, recipe
 import groupwise as gw
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import read_jsonl
+from groupwise.dist.trackers import Trackers
 from groupwise.training.config import differing_fields, from_dict, memory_settings, to_dict
 from groupwise.training.evaluate import evaluate, held_out_metrics
 from groupwise.training.run import set_up
@@ -189,6 +190,24 @@ def test_tensorboard_receives_the_metrics(tmp_path):
     assert [scalar.value for scalar in board.Scalars("reward")] == pytest.approx(
         [entry["reward"] for entry in steps_of(tmp_path / "a")]
     )
+
+
+def test_tensorboard_shows_the_images_of_evaluations(tmp_path):
+    from io import BytesIO
+
+    from PIL import Image
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trackers = Trackers(("tensorboard",), tmp_path, {})
+    Image.new("RGB", (3, 2), (255, 0, 9)).save(tmp_path / "clips.png")
+    trackers.log_images({"clips": tmp_path / "clips.png", "moving": tmp_path / "clips.gif"}, step=7)
+    trackers.close()
+    board = EventAccumulator(str(tmp_path / "groupwise"))
+    board.Reload()
+    assert board.Tags()["images"] == ["clips"]
+    (shown,) = board.Images("clips")
+    assert shown.step == 7
+    assert Image.open(BytesIO(shown.encoded_image_string)).getpixel((2, 1)) == (255, 0, 9)
 
 
 def test_evaluation_uses_the_average_and_runs_every_few_steps(tmp_path):

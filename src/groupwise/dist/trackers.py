@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from PIL import Image
 
 from groupwise.core.errors import UserError
 
 
 class Trackers:
-    """Sends metrics to the trackers that the user named; to none by default."""
+    """Sends metrics and images to the trackers that the user named; to none by default."""
 
     def __init__(self, names: Sequence[str], folder: Path, config: Mapping[str, Any]):
         self._accelerator: Accelerator | None = None
@@ -26,9 +30,24 @@ class Trackers:
         if self._accelerator:
             self._accelerator.log(dict(metrics), step=step)
 
+    def log_images(self, images: Mapping[str, Path], step: int) -> None:
+        """PNG files by name; other files are left out."""
+        for tracker in self._accelerator.trackers if self._accelerator else ():
+            for name, path in images.items():
+                if path.suffix == ".png":
+                    _log_image(tracker, name, path, step)
+
     def close(self) -> None:
         if self._accelerator:
             self._accelerator.end_training()
+
+
+def _log_image(tracker: GeneralTracker, name: str, path: Path, step: int) -> None:
+    if tracker.name == "tensorboard":
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+        tracker.log_images({name: pixels[None]}, step=step, dataformats="NHWC")
+    else:  # wandb and trackio have a class of this name
+        tracker.log({name: import_module(tracker.name).Image(str(path))}, step=step)
 
 
 def check_installed(names: Sequence[str]) -> None:

@@ -32,7 +32,6 @@ def recipe() -> Config:
         conditions_per_step=8,
         group_size=4,
         rows_per_pass=2,  # 8 conditions x 4 members = 32 rollouts = 8 ranks x 2 passes x 2 rows
-        placement="shuffled",
         reward=RewardConfig(weights={"camera": 0.6, "quality": 0.4}),
         advantage=AdvantageConfig(clip=5.0),
         loss=LossConfig(clip_low=1e-4, clip_high=1e-4, kl=0.01),

@@ -20,7 +20,7 @@ def recipe() -> Config:
                 eta=0.7,
                 guidance_scale=5.0,
                 latent_dtype="bfloat16",
-                window=WindowConfig("sliding", size=2),
+                window=WindowConfig("sliding", share=1.0, size=2),
             ),
             reference=True,
             frames=33,

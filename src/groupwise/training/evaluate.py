@@ -41,19 +41,18 @@ def evaluate(config: Config, folder: RunFolder, warn: Callable[[str], None]) -> 
     check_same_files(path, setup.workload.checkpoint_files())
     restore(path, setup.state)
     setup.recovery.restore(read_metadata(path)["row_limits"])
-    metrics = write_evaluation(setup, folder, f"step {setup.state.step}")
+    metrics, _ = write_evaluation(setup, folder, f"step {setup.state.step}")
     report, images = setup.recovery.retry_smaller("evaluation", _write_report, setup, folder)
     return Evaluation(setup.state.step, metrics, report, images, setup.comm.is_main)
 
 
-def write_evaluation(setup: Setup, folder: RunFolder, moment: str) -> dict[str, float]:
-    """Evaluate now; metrics go to eval.json under this moment, images beside it."""
+def write_evaluation(setup: Setup, folder: RunFolder, moment: str) -> tuple[dict[str, float], list[Path]]:
+    """Evaluate now; metrics go to eval.json under this moment, images beside it (on the main rank)."""
     retry = setup.recovery.retry_smaller
     metrics = retry("evaluation", held_out_metrics, setup)
     if metrics and setup.comm.is_main:
         folder.write("eval.json", {**folder.read("eval.json"), moment: metrics})
-    retry("evaluation", _write_images, setup, folder, moment)
-    return metrics
+    return metrics, retry("evaluation", _write_images, setup, folder, moment)
 
 
 def held_out_metrics(setup: Setup) -> dict[str, float]:
@@ -79,11 +78,14 @@ def _check_columns(columns: Mapping[str, torch.Tensor], rows: int) -> None:
             )
 
 
-def _write_images(setup: Setup, folder: RunFolder, moment: str) -> None:
+def _write_images(setup: Setup, folder: RunFolder, moment: str) -> list[Path]:
     reporter = setup.workload.reporter
     with _evaluation_mode(setup, f"images() of {type(reporter).__name__}"):
-        for name, draw in reporter.images().items() if setup.comm.is_main else ():
-            draw(folder.path / f"{moment.replace(' ', '-')}-{name}")
+        images = reporter.images() if setup.comm.is_main else {}
+        paths = {folder.path / f"{moment.replace(' ', '-')}-{name}": draw for name, draw in images.items()}
+        for path, draw in paths.items():
+            draw(path)
+        return list(paths)
 
 
 def _write_report(setup: Setup, folder: RunFolder) -> tuple[EvaluationReport | None, list[Path]]:

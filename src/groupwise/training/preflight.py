@@ -203,7 +203,10 @@ def _gradients_arrive(state: State, idle_parts: Sequence[str], comm: Comm) -> Ch
             " no_grad or a head that score() leaves out; freeze what is not meant to be trained."
         )
         return Check("every trainable part gets a gradient", False, detail)
-    return Check("every trainable part gets a gradient", True, f"{len(trainable_weights(state.policy))} tensors")
+    unused = f"; these rollouts do not use {' and '.join(idle_parts)}" if idle_parts else ""
+    return Check(
+        "every trainable part gets a gradient", True, f"{len(trainable_weights(state.policy))} tensors{unused}"
+    )
 
 
 def _without_gradient(state: State) -> Iterator[str]:

@@ -86,8 +86,12 @@ class StepLog:
         folder.append_nonfinite(step.skipped_samples, max_bytes=max_bytes)
 
     def evaluate(self, moment: str) -> None:
-        metrics = write_evaluation(self._setup, self._folder, moment)
-        self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, self._setup.state.step)
+        metrics, images = write_evaluation(self._setup, self._folder, moment)
+        step = self._setup.state.step
+        self._trackers.log({f"eval/{name}": value for name, value in metrics.items()}, step)
+        self._trackers.log_images(
+            {path.stem.removeprefix(f"{moment.replace(' ', '-')}-"): path for path in images}, step
+        )
 
     def save(self) -> None:
         """Copy the state; it is written meanwhile, once the checkpoint before it is."""

@@ -20,7 +20,11 @@ def test_images_show_the_first_held_out_clips(tmp_path):
     assert (name, rest) == ("clips.png", [])
     write(tmp_path / name)
     assert (tmp_path / name).read_text() == "['clip 100', 'clip 101'] (2, 3, 5, 8, 8)"
-    assert reporter_of(images={"clips.png": draw}, held_out=[]).images() == {}
+
+
+def test_without_held_out_conditions_images_show_the_first_of_training(tmp_path):
+    reporter_of(images={"clips.png": draw}, held_out=[], num_images=1).images()["clips.png"](tmp_path / "clips.png")
+    assert (tmp_path / "clips.png").read_text() == "['clip 0'] (1, 3, 5, 8, 8)"
 
 
 def test_preflight_notes_count_the_trained_parameters():

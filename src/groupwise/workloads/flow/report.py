@@ -10,7 +10,8 @@ import torch
 
 from groupwise.core.types import Rollouts
 from groupwise.workloads.base import EvaluationReport, Reporter
-from groupwise.workloads.flow.evaluate import generate_held_out
+from groupwise.workloads.flow.evaluate import generate_clips
+from groupwise.workloads.flow.sampling.schedule import trained_steps
 
 if TYPE_CHECKING:
     from groupwise.workloads.flow.workload import FlowWorkload
@@ -28,13 +29,24 @@ class FlowReporter(Reporter):
         ]
 
     def images(self) -> Mapping[str, Callable[[Path], None]]:
-        """The first held-out clips."""
-        task = self._workload.task
-        shown = task.held_out[: task.num_images]
-        if not task.images or not shown:
+        """Clips of the first held-out conditions, or of the first training conditions where none are held out."""
+        workload, task = self._workload, self._workload.task
+        if not task.images:
             return {}
-        clips = generate_held_out(self._workload, torch.arange(len(shown)))
+        conditioning = workload.held_out_conditioning if task.held_out else workload.conditioning
+        shown = (task.held_out or task.conditions)[: task.num_images]
+        clips = generate_clips(workload, conditioning, torch.arange(len(shown)))
         return {name: draw(shown, clips) for name, draw in task.images.items()}
+
+    def start_warnings(self) -> Sequence[str]:
+        """Parts of the policy that no window reaches."""
+        sampling = self._workload.config.sampling
+        return [
+            f"{name} is never trained: it takes none of the first {len(trained_steps(sampling))} of"
+            f" {sampling.num_inference_steps} denoising steps, and no others are in the window."
+            " --workload.sampling.window.share 1 trains all but the last."
+            for name in self._workload.never_trained()
+        ]
 
     def preflight_notes(self) -> Sequence[str]:
         parameters = list(self._workload.policy.parameters())

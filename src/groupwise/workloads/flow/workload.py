@@ -21,7 +21,7 @@ from groupwise.workloads.flow.reward_requests import RewardRequests
 from groupwise.workloads.flow.rewards import clip_rewards, step_rewards
 from groupwise.workloads.flow.sampling.denoiser import Denoiser, first_row_of_each
 from groupwise.workloads.flow.sampling.encodings import ConditioningCache
-from groupwise.workloads.flow.sampling.schedule import noise_levels
+from groupwise.workloads.flow.sampling.schedule import noise_levels, trained_steps
 from groupwise.workloads.flow.sampling.steppers import transition_kl, transition_logprob
 from groupwise.workloads.flow.task import Condition, FlowTask, check_condition, check_latent_shape, group_ids
 
@@ -167,6 +167,11 @@ class FlowWorkload(Workload):
             reference = denoiser.transition(current, velocity, steps, shared=shared)
         return Scores(logp, kl=transition_kl(transition, reference)[:, None])
 
+    @property
+    def levels(self) -> Sequence[float]:
+        """Noise levels of a rollout, one more than there are steps."""
+        return self._denoiser.levels
+
     def denoiser(self, steps: int) -> Denoiser:
         """So many steps at the noise levels of the config or of the model; without a window."""
         sampling = self.config.sampling
@@ -175,7 +180,11 @@ class FlowWorkload(Workload):
 
     def idle_parts(self, rollouts: Rollouts) -> Sequence[str]:
         steps = rollouts.data["steps"].unique().tolist()
-        return self.model.idle_parts([self._denoiser.levels[step] for step in steps])
+        return self.model.idle_parts([self.levels[step] for step in steps])
+
+    def never_trained(self) -> Sequence[str]:
+        """Children of the policy that no training step uses."""
+        return self.model.idle_parts([self.levels[step] for step in trained_steps(self.config.sampling)])
 
     def velocity(self, conditioning: ConditioningCache, conditions: Tensor) -> GuidedVelocity:
         """The policy's velocity for these conditions, one row for each."""

@@ -15,6 +15,8 @@ from torch.testing import assert_close
 import groupwise as gw
 from groupwise.core.io.files import read_jsonl
 from groupwise.core.placement import RolloutRows
+from groupwise.recipes import load_recipe
+from groupwise.workloads.flow.sampling.schedule import WindowConfig
 from workloads.flow.small import CPU
 
 
@@ -87,10 +89,12 @@ def test_before_an_update_the_ratio_is_one_and_gradients_arrive(folders, name, t
 
 
 def test_wan_2_2_trains_each_transformer_at_its_own_noise_levels(folders):
-    workload = config_of(folders("wan-2.2"), "wan-2.2").build(CPU)
-    levels = workload.denoiser(STEPS).levels
-    assert [1000 * level >= 875 for level in levels[:-1]] == [True, True, False]
-    for step, (used, idle) in enumerate([("transformer", "transformer_2")] * 2):
+    config, high, low = config_of(folders("wan-2.2"), "wan-2.2"), "transformer", "transformer_2"
+    config = replace(config, sampling=replace(config.sampling, num_inference_steps=4, window=WindowConfig(share=1)))
+    workload = config.build(CPU)
+    levels = workload.levels
+    assert [1000 * level >= 875 for level in levels[:-1]] == [True, True, False, False]
+    for step, (used, idle) in enumerate([({high}, [low]), ({high, low}, [])]):
         rows = RolloutRows(0, step, 4, *(torch.tensor(numbers) for numbers in ([0, 0], [0, 1], [0, 0])))
         with torch.no_grad():
             rollouts = workload.rollout(rows)
@@ -98,11 +102,10 @@ def test_wan_2_2_trains_each_transformer_at_its_own_noise_levels(folders):
         assert torch.equal(scored.logp, rollouts.logp)
         workload.policy.zero_grad(set_to_none=True)
         scored.logp.sum().backward()
-        assert workload.idle_parts(rollouts) == [idle]
-        trained = {name.split(".")[0] for name, w in workload.policy.named_parameters() if w.grad is not None}
-        assert trained == {used}
-    low = torch.tensor([levels[2]])
-    assert workload.model.idle_parts(low.tolist()) == ["transformer"]
+        assert workload.idle_parts(rollouts) == idle
+        gradients = [(name, w.grad) for name, w in workload.policy.named_parameters() if w.grad is not None]
+        assert {name.split(".")[0] for name, gradient in gradients if gradient.any()} == used
+    assert workload.model.idle_parts([levels[2]]) == [high]
     # rows of one pass at noise levels of both: each from its own transformer
     latents, sigma = torch.randn(2, *workload.latent_shape), torch.tensor([levels[0], levels[2]])
     both = workload.velocity(workload.conditioning, torch.tensor([0, 0]))(latents, sigma)
@@ -111,6 +114,15 @@ def test_wan_2_2_trains_each_transformer_at_its_own_noise_levels(folders):
             latents[row : row + 1], sigma[row : row + 1]
         )
         assert_close(both[row : row + 1], alone, rtol=0, atol=1e-5)
+
+
+def test_a_transformer_that_no_window_reaches_is_told(folders):
+    config = config_of(folders("wan-2.2"), "wan-2.2")
+    half = replace(config, sampling=replace(config.sampling, num_inference_steps=20, window=WindowConfig()))
+    (warning,) = half.build(CPU).reporter.start_warnings()
+    assert warning.startswith("transformer_2 is never trained: it takes none of the first 10 of 20 denoising steps")
+    whole = replace(half, sampling=replace(half.sampling, window=load_recipe("flow-wan").workload.sampling.window))
+    assert whole.build(CPU).reporter.start_warnings() == []
 
 
 def test_the_schedule_is_the_pipelines_own_and_a_shift_replaces_it(folders):

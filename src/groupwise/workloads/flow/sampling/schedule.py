@@ -88,12 +88,18 @@ def window_at(config: SamplingConfig, training_step: int) -> range:
 
     The last one never is: it ends at clean data, where cps adds no noise and the log-prob overflows.
     """
+    window, trained = config.window, trained_steps(config)
+    if window.kind != "sliding":
+        return trained
+    start = training_step // window.every % max(1, len(trained) - window.size + 1)
+    return trained[start : start + window.size]
+
+
+def trained_steps(config: SamplingConfig) -> range:
+    """The denoising steps that some training step trains."""
     window, trainable = config.window, config.num_inference_steps - 1
     if window.kind == "all":
         return range(trainable)
-    covered = min(trainable, round(window.share * config.num_inference_steps))
-    if window.kind == "first":
-        return range(covered)
-    positions = max(1, covered - window.size + 1)
-    start = training_step // window.every % positions
-    return range(start, min(start + window.size, trainable))
+    covered = round(window.share * config.num_inference_steps)
+    least = window.size if window.kind == "sliding" else 0
+    return range(min(trainable, max(covered, least)))
