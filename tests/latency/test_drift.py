@@ -1,5 +1,7 @@
 """A stored estimator beside some answers: medians by hand, and what other programs take is not drift."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -57,6 +59,13 @@ def test_medians_by_hand():
 def test_another_speed_is_told_from_other_programs(factor, share, drifted, disturbed):
     checked = SpeedCheck.of(STORED, seen(factor, share))
     assert (checked.has_drifted, checked.is_disturbed) == (drifted, disturbed)
+
+
+def test_threads_that_wait_for_each_other_on_a_busy_machine_tell_nothing():
+    stored = replace(STORED, machine=replace(STORED.machine, threads=2))
+    busy, quiet, faster = (SpeedCheck.of(stored, seen(*each)) for each in ((40.0, 0.2), (40.0, 1.0), (0.2, 0.2)))
+    assert [each.has_drifted for each in (busy, quiet, faster)] == [False, True, True]
+    assert busy.is_disturbed
 
 
 def test_the_tolerance_is_the_same_both_ways():

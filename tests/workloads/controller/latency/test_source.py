@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from processes import ENVIRONMENT, on_ranks
 from tiny.busy import busy_machine
 from tiny.llava import save_llava
 
@@ -210,6 +211,16 @@ def test_a_named_file_is_used_as_it_is_with_a_warning(loaded, profiled, tmp_path
     assert "its answers had the CPU for 40% of the time" in busy
     elsewhere = replace(scaled(profiled, 20), machine=replace(profiled.machine, cpu="another"))
     assert load(elsewhere, allow_mismatch=True) == [], "it was accepted as it is"
+
+
+def test_ranks_get_the_same_and_none_waits_for_one_that_has_failed(loaded, cache, monkeypatch):
+    monkeypatch.setitem(ENVIRONMENT, "GROUPWISE_CACHE", str(cache.parent))
+    ended = on_ranks(2, [TESTS / "dist" / "estimator_worker.py", loaded.name, cache.parent])
+    assert ended.returncode == 0, ended.stderr
+    first, second = (json.loads((cache.parent / f"rank-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["error"] == "this rank has no questions"
+    assert len(list(cache.glob("*.json"))) == 1
 
 
 def test_a_check_of_a_slow_model_ends_after_five_answers(loaded, profiled):
