@@ -36,7 +36,6 @@ AUTO_SECONDS = 40.0
 """How long `auto` profiles."""
 CHECK_SECONDS = 2.0
 """How long a stored estimator is checked at most, as long as five answers do not take longer."""
-_DISTURBED = "Other programs slow this machine down"
 _MAX_RECALIBRATION_SECONDS = 600.0
 _QUESTION_LENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 """Of the questions to profile with, as multiples of the typical length."""
@@ -127,7 +126,10 @@ def cached_estimator(
             checked = None if stored.was_busy else check(stored)
             if checked and not checked.has_drifted:
                 if checked.is_disturbed:
-                    warn(f"{_DISTURBED}: {checked}. The stored latency profile, of a quieter machine, is kept.")
+                    warn(
+                        f"Other programs slow this machine down: {checked}. The stored latency profile, of a quieter"
+                        " machine, is kept."
+                    )
                 return stored
             _print(f"Profiling again: the stored latency profile {_reason(stored, checked)}.")
         fitted = fit()
