@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from tiny.busy import busy_machine
 from tiny.llava import llava_olmoe
 from transformers import LlamaConfig, LlamaForCausalLM, LlavaConfig, LlavaForConditionalGeneration
 
@@ -72,6 +73,19 @@ def test_a_local_model_is_drawn_and_explained(capsys, tmp_path):
     drawn = (tmp_path / "drawn.svg").read_text()
     for word in ("tiny: one answer, measured", "milliseconds (p50)", "vision", "prefill", "decode", "blocks", "top-k"):
         assert f"<!-- {word} -->" in drawn
+
+
+def test_a_busy_machine_is_noted_unless_cpu_time_is_measured(capsys):
+    llava_olmoe().save_pretrained("tiny")
+    with busy_machine():
+        notes = [
+            json.loads(run(capsys, "tiny", "--runs", 4, "--warm-up", 0, "--clock", clock, "--json")[1])["notes"]
+            for clock in ("wall", "cpu")
+        ]
+    assert [any("The machine was busy: answers had the CPU for" in note for note in each) for each in notes] == [
+        True,
+        False,
+    ]
 
 
 def test_a_dense_model_has_no_top_k_and_a_text_model_no_tiers(capsys, tmp_path):

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tiny.busy import busy_machine
 from tiny.llava import llava_olmoe
 
 from groupwise.cli.main import main
@@ -28,6 +29,18 @@ def test_an_estimator_is_fitted_saved_and_reported(capsys, tmp_path):
     assert (rows.upper_ms > 0).all()
     with pytest.raises(UserError, match="was fitted for"):
         LatencyEstimator.load(file, model="another")
+
+
+def test_a_profile_of_a_busy_machine_says_so(capsys, tmp_path):
+    llava_olmoe().save_pretrained(tmp_path / "tiny")
+    file = tmp_path / "estimator.json"
+    with busy_machine():
+        assert main(["profile", str(tmp_path / "tiny"), "--seconds", "4", "--output", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    printed = json.loads(out)
+    assert printed["was_busy"] is True
+    assert printed["cpu_share"] == json.loads(file.read_text())["cpu_share"] < 0.7
+    assert "Warning: the machine was busy with other programs: answers had the CPU for" in err
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,19 @@ def test_saved_and_loaded_is_bit_equal(fitted, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["estimator.json"]
 
 
+def test_the_share_of_cpu_time_is_kept_and_a_file_without_one_is_read(fitted, tmp_path):
+    path = tmp_path / "estimator.json"
+    fitted.save(path)
+    assert "cpu_share" not in json.loads(path.read_text())
+    assert not LatencyEstimator.load(path, model="tiny", machine=HERE).was_busy
+    seen = [replace(one, measured=replace(one.measured, cpu_ms=0.5 * one.measured.total_ms)) for one in measure(100)]
+    for busy in (LatencyEstimator.fit(seen, model="tiny", machine=HERE), fitted.recalibrate(seen, machine=HERE)):
+        busy.save(path)
+        loaded = LatencyEstimator.load(path, model="tiny", machine=HERE)
+        assert loaded.was_busy
+        assert loaded.cpu_share == pytest.approx(0.5)
+
+
 def test_another_machine_or_model_is_refused_unless_mismatches_are_allowed(fitted, tmp_path):
     path = tmp_path / "estimator.json"
     fitted.save(path)

@@ -339,6 +339,20 @@ def test_what_a_workload_would_measure_again_is_read_from_the_checkpoint(tmp_pat
     assert two.read_bytes() == four.read_bytes()
 
 
+def test_a_run_that_ends_before_its_first_checkpoint_keeps_what_its_workload_measured(tmp_path):
+    gw.train(config_in(tmp_path, steps=2, workload=Measures()))
+    measured = (tmp_path / "start" / "measured.json").read_bytes()
+    assert measured == (tmp_path / "checkpoints" / "step-000002" / "measured.json").read_bytes()
+    shutil.rmtree(tmp_path / "checkpoints")  # as if it had been killed before
+    gw.train(config_in(tmp_path, steps=2, workload=Measures(), run={"resume": True}))
+    assert (tmp_path / "checkpoints" / "step-000002" / "measured.json").read_bytes() == measured
+    shutil.rmtree(tmp_path / "checkpoints")
+    shutil.move(tmp_path / "start", tmp_path / "elsewhere")
+    (tmp_path / "start").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"start is a link: it must be a folder within the run folder"):
+        gw.train(config_in(tmp_path, steps=2, workload=Measures(), run={"resume": True}))
+
+
 def test_a_memory_setting_that_the_user_changes_applies_on_resume():
     """Limits that were halved when memory ran out then no longer apply."""
     plain = to_dict(recipe())

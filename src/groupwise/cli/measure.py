@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from groupwise.workloads.controller.model.knobs import Knobs
 
 _CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
-_IDLE_THRESHOLD = 0.9
 _IMAGE_SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -65,8 +65,8 @@ def run(arguments: list[str], as_json: bool) -> int:
     configure_process(options.threads)
     with quiet_stdout(as_json):
         model = load_measured_model(options.model, prompt_tokens=options.prompt_tokens)
-        summaries, cpu_share = _measure(model, options)
-    notes = [_describe_machine(options), _describe_run(options), *_busy_warning(options.clock, cpu_share)]
+        summaries = _measure(model, options)
+    notes = [_describe_machine(options), _describe_run(options), *_busy_warning(summaries, options.clock)]
     draw(summaries, model.full, title=f"{_short_name(options.model)}: one answer, measured", notes=notes, path=chart)
     if as_json:
         print_json(to_dict(summaries, options) | {"notes": notes, "picture": str(chart)})
@@ -114,16 +114,14 @@ def _check(options: MeasureArguments) -> Path:
     return chart
 
 
-def _measure(model: MeasuredModel, options: MeasureArguments) -> tuple[dict[Knobs, LatencySummary], float]:
-    """The summaries, and the CPU time of this process as a share of the elapsed time."""
+def _measure(model: MeasuredModel, options: MeasureArguments) -> dict[Knobs, LatencySummary]:
     from groupwise.training.progress import progress_bar
     from groupwise.workloads.controller.latency.measure import measure
 
     rounds = options.warm_up + options.runs
     label = f"{len(model.settings)} settings x {rounds} answers of {model.name}"
     with progress_bar(len(model.settings) * rounds, label) as bar:
-        start, cpu_start = time.perf_counter(), time.process_time()
-        summaries = measure(
+        return measure(
             model,
             warm_up=options.warm_up,
             runs=options.runs,
@@ -131,7 +129,6 @@ def _measure(model: MeasuredModel, options: MeasureArguments) -> tuple[dict[Knob
             clock=_CLOCKS[options.clock],
             after_answer=bar.advance,
         )
-    return summaries, (time.process_time() - cpu_start) / (time.perf_counter() - start)
 
 
 def _describe_machine(options: MeasureArguments) -> str:
@@ -151,14 +148,15 @@ def _describe_run(options: MeasureArguments) -> str:
     )
 
 
-def _busy_warning(clock: str, cpu_share: float) -> list[str]:
-    """On the CPU, waiting means that other processes were running; with an accelerator it does not."""
-    import torch
+def _busy_warning(summaries: Mapping[Knobs, LatencySummary], clock: str) -> list[str]:
+    """Of the setting from which other programs took the middle share."""
+    from groupwise.latency.busy import is_busy
 
-    if clock == "cpu" or torch.accelerator.is_available() or cpu_share > _IDLE_THRESHOLD:
+    known = [summary.cpu_share for summary in summaries.values() if summary.cpu_share is not None]
+    if clock == "cpu" or not known or not is_busy(median(known)):
         return []
     return [
-        f"The machine was busy: this process had the CPU for {cpu_share:.0%} of the time, so these latencies are too"
+        f"The machine was busy: answers had the CPU for {median(known):.0%} of their time, so these latencies are too"
         " long. Stop other processes, or use --clock cpu."
     ]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -97,6 +98,12 @@ def _estimator(options: ProfileArguments, as_json: bool) -> int:
             quantile=options.quantile,
         )
         estimator.save(output)
+    if estimator.was_busy:
+        print(
+            f"Warning: the machine was busy with other programs: answers had the CPU for {estimator.cpu_share:.0%} of"
+            f" their time, so the estimates in {output} are too long. Stop other programs and profile again.",
+            file=sys.stderr,
+        )
     metrics = _metrics(estimator, output, time.perf_counter() - start)
     if as_json:
         print_json(metrics)
@@ -192,6 +199,8 @@ def _metrics(estimator: LatencyEstimator, output: Path, seconds: float) -> dict[
         "machine": asdict(estimator.machine),
         "seconds": seconds,
         "answers": len(estimator.ratios),
+        "cpu_share": estimator.cpu_share,
+        "was_busy": estimator.was_busy,
         "median_error": float(np.median(errors)),
         "quantile": estimator.quantile,
     }
@@ -205,4 +214,6 @@ def _table(metrics: dict[str, Any]) -> ReportTable:
         ["share of answers below the upper estimate", f"{metrics['quantile']:.0%}"],
     ]
     note = "The error is that of single answers, so it includes the noise of the clock."
+    if metrics["cpu_share"] is not None:
+        rows.insert(2, ["share of their time in which they had the CPU", f"{metrics['cpu_share']:.0%}"])
     return ReportTable(f"{metrics['estimator']}: {metrics['model']}", ["estimator", ""], rows, note)

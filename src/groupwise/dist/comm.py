@@ -302,6 +302,13 @@ def connect(device: str | None = None, *, timeout_s: float | None = None) -> Com
     return comm
 
 
+def connected() -> Comm:
+    """This process among the ranks that `connect` has joined; alone before. Nothing is sent."""
+    if not dist.is_initialized():
+        return Comm(0, 1, torch.device("cpu"))
+    return Comm(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+
+
 def _refuse_mixed_devices(comm: Comm) -> None:
     types = comm.gather_objects([comm.device.type])
     if len({*types}) > 1:

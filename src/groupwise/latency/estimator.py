@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float
 
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import parse_json, write_atomic
+from groupwise.latency.busy import cpu_share, is_busy
 from groupwise.latency.machine import Machine, current_machine
 from groupwise.latency.records import EstimatedLatency
 from groupwise.latency.regression import (
@@ -33,6 +34,7 @@ from groupwise.latency.regression import (
 FOLDS = 3
 FILE_FORMAT = "groupwise latency estimator 2"
 _FILE_FIELDS = ("coefficients", "unobserved_features", "ratios", "model", "machine", "quantile")
+_OPTIONAL_FIELDS = ("cpu_share",)
 Ratios = Float[np.ndarray, " observations"]
 
 
@@ -67,6 +69,8 @@ class LatencyEstimator:
     model: str
     machine: Machine
     quantile: float = 0.95
+    cpu_share: float | None = None
+    """Of the time of the answers it was fitted to, the part in which they had the CPU; None where that is not known."""
     mismatches: Mapping[str, str] = field(default_factory=dict)
     """What differs here from where it was fitted, by name; empty unless it was loaded with `allow_mismatch`."""
 
@@ -82,8 +86,16 @@ class LatencyEstimator:
             for stage, features in feature_columns(observations).items()
         }
         coefficients = fit_coefficients(observations)
-        fitted = LatencyEstimator(coefficients, unobserved, ratios, model, machine or current_machine())
-        return fitted.with_quantile(quantile)
+        share = cpu_share([row.measured for row in observations])
+        machine = machine or current_machine()
+        return LatencyEstimator(coefficients, unobserved, ratios, model, machine, cpu_share=share).with_quantile(
+            quantile
+        )
+
+    @property
+    def was_busy(self) -> bool:
+        """Whether other programs took time from the answers it was fitted to: its estimates are too long."""
+        return is_busy(self.cpu_share)
 
     def with_quantile(self, quantile: float) -> LatencyEstimator:
         """The same estimator with another quantile for `upper_ms`."""
@@ -110,6 +122,7 @@ class LatencyEstimator:
             coefficients=rescale_coefficients(self.coefficients, observations),
             ratios=held_out_ratios(observations, lambda rows: rescale_coefficients(self.coefficients, rows)),
             machine=machine or current_machine(),
+            cpu_share=cpu_share([row.measured for row in observations]),
             mismatches={name: text for name, text in self.mismatches.items() if name == "model"},
         )
         return recalibrated.with_quantile(self.quantile)
@@ -126,7 +139,8 @@ class LatencyEstimator:
     def save(self, path: Path) -> None:
         """Write a JSON file, atomically. What differed from this machine is not saved: loading compares anew."""
         fields = asdict(self) | {"ratios": self.ratios.tolist()}
-        write_fields(path, {name: fields[name] for name in _FILE_FIELDS})
+        known = [name for name in _OPTIONAL_FIELDS if fields[name] is not None]
+        write_fields(path, {name: fields[name] for name in (*_FILE_FIELDS, *known)})
 
     @staticmethod
     def load(
@@ -230,7 +244,8 @@ def read_fields(path: Path) -> dict[str, Any]:
         fields = parse_json(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is damaged ({error}). Delete it and profile again.") from error
-    if not isinstance(fields, dict) or fields.pop("format", None) != FILE_FORMAT or set(fields) != set(_FILE_FIELDS):
+    is_estimator = isinstance(fields, dict) and fields.pop("format", None) == FILE_FORMAT
+    if not is_estimator or set(fields) - set(_OPTIONAL_FIELDS) != set(_FILE_FIELDS):
         raise UserError(f"{path} does not hold a {FILE_FORMAT}. Name another file, or profile the model again.")
     return fields
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,8 +103,10 @@ class LatencyMeter:
     def time(self, answer: Callable[[], object]) -> Timing:
         """Call `answer` once and measure it by stage."""
         with self._hooked() as stage_clock:
+            started = time.thread_time()
             answer()
-            return stage_clock.finish()
+            cpu_ms = None if self._devices else 1000 * (time.thread_time() - started)
+            return replace(stage_clock.finish(), cpu_ms=cpu_ms)
 
     def _now_ms(self) -> float:
         for device in self._devices:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
+
+from groupwise.latency.busy import cpu_share
 
 VISION, PREFILL, DECODE = "vision", "prefill", "decode"
 STAGES = (VISION, PREFILL, DECODE)
@@ -21,6 +23,8 @@ class MeasuredLatency:
     stages_ms: Mapping[str, float]
     total_ms: float
     """End to end, by one clock around everything: the stages need not add up to it exactly."""
+    cpu_ms: float | None = field(default=None, kw_only=True)
+    """CPU time of the thread that asked; None where it is not known, or an accelerator does the work."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,8 @@ class LatencySummary:
     decode_step: Quantiles | None
     """Over all decode steps of all runs; None where answers have one token."""
     runs: int
+    cpu_share: float | None = None
+    """Of the time of all runs, the part in which they had the CPU; None where that is not known."""
 
 
 def quantiles(values_ms: Sequence[float]) -> Quantiles:
@@ -81,4 +87,5 @@ def summarize(timings: Sequence[Timing]) -> LatencySummary:
         total=quantiles([timing.total_ms for timing in timings]),
         decode_step=quantiles(decode_steps) if decode_steps else None,
         runs=len(timings),
+        cpu_share=cpu_share(timings),
     )

@@ -73,7 +73,8 @@ def _train_on_ranks(config: Config, comm: Comm, start: float) -> RunSummary:
         if comm.is_main:
             folder.refuse_other_run(resume=config.run.resume)  # before a model is loaded
     checkpoint = newest_valid_checkpoint(folder.checkpoints, ignore_warning) if config.run.resume else None
-    setup = set_up(config, checkpoint, warn=display.warn)
+    start_files = folder.start_files() if config.run.resume else None
+    setup = set_up(config, checkpoint, start_files=start_files, warn=display.warn)
     with setup.comm.fail_together("Locking the run folder"):
         if setup.comm.is_main:
             folder.lock(resume=config.run.resume)
@@ -147,6 +148,8 @@ def _resume(setup: Setup, folder: RunFolder, display: ProgressDisplay) -> None:
             display.warn(reason)
         folder.rewind(state.step, display.warn)
         folder.write("config.json", to_dict(config))
+        if not state.step:
+            folder.write_start(setup.workload.checkpoint_files())
         if setup.monitor.plan is not None:
             folder.write("plan.json", setup.monitor.plan.to_dict())
 

@@ -51,8 +51,15 @@ def ignore_warning(text: str) -> None:
     """For callers without a display: metrics.jsonl has the retries of every step all the same."""
 
 
-def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignore_warning) -> Setup:
-    """Connect the ranks, build the workload and refuse what does not fit. The workload may read the checkpoint."""
+def set_up(
+    config: Config,
+    checkpoint: Path | None = None,
+    *,
+    start_files: Path | None = None,
+    warn: Warn = ignore_warning,
+) -> Setup:
+    """Connect the ranks, build the workload and refuse what does not fit. The workload may read the checkpoint, or what
+    a run without one has written at its start."""
     configure_process(config.run.threads)
     comm = connect(config.run.device)
     check_installed(config.run.trackers)
@@ -60,7 +67,7 @@ def set_up(config: Config, checkpoint: Path | None = None, *, warn: Warn = ignor
     base_bytes = used_bytes(comm.device)
     sharded = _is_to_be_sharded(config, comm)
     with deferring_weights(sharded):
-        workload = _build_workload(config, comm, checkpoint)
+        workload = _build_workload(config, comm, checkpoint or start_files)
     if sharded:
         _shard(config, comm, workload)
     state = create_state(workload.policy, config.optimizer)
@@ -82,9 +89,9 @@ def known_memory(workload: WorkloadConfig) -> MemoryModel | None:
         return None
 
 
-def _build_workload(config: Config, comm: Comm, checkpoint: Path | None) -> Workload:
+def _build_workload(config: Config, comm: Comm, saved: Path | None) -> Workload:
     with comm.fail_together(f"build() of {type(config.workload).__name__}"):
-        settings = config.workload.for_resume(checkpoint) if checkpoint else config.workload
+        settings = config.workload.for_resume(saved) if saved else config.workload
         workload = settings.build(comm.device)
         for name in ("policy", "num_conditions"):
             if not hasattr(workload, name):

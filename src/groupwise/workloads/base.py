@@ -153,7 +153,8 @@ class Workload(ABC):
         return {name: column.double().nanmean().item() for name, column in columns.items()}
 
     def checkpoint_files(self) -> Mapping[str, bytes]:
-        """JSON files that every checkpoint holds: what is needed to use the policy without this workload.
+        """JSON files that every checkpoint holds, and the run folder from the start: what is needed to use the policy
+        without this workload.
 
         A run whose files differ from its checkpoint's is not resumed.
         """
@@ -168,8 +169,9 @@ class WorkloadConfig:
         """The workload, its policy on the device; the same on every rank."""
         raise NotImplementedError(f"{type(self).__name__} must define build(device)")
 
-    def for_resume(self, checkpoint: Path) -> Self:
-        """The same settings for resuming from a checkpoint: what would be computed again may be read from its files."""
+    def for_resume(self, saved: Path) -> Self:
+        """The same settings for a run that goes on: what would be measured again may be read from a folder that holds
+        the files of `Workload.checkpoint_files()`, a checkpoint or `start/` of a run that has none yet."""
         return self
 
     def memory_model(self) -> MemoryModel | None:

@@ -32,7 +32,7 @@ _LARGEST_COUNT = 2**53
 
 def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path | None:
     """The newest checkpoint without errors; warns of each damaged one that is newer, and of what is no checkpoint."""
-    _refuse_other_than_folder(folder)
+    refuse_other_than_folder(folder)
     for path in strangers(folder):
         warn(printable(f"{path} is ignored: checkpoints are called step- and a number of digits."))
     checkpoints = newest_first(folder)
@@ -49,7 +49,7 @@ def newest_valid_checkpoint(folder: Path, warn: Callable[[str], None]) -> Path |
     return None
 
 
-def _refuse_other_than_folder(folder: Path) -> None:
+def refuse_other_than_folder(folder: Path) -> None:
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         kind = "a link" if folder.is_symlink() else "not a folder"
         raise UserError(f"{folder} is {kind}: it must be a folder within the run folder. Move it away, or restore it.")

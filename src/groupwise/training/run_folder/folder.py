@@ -27,9 +27,10 @@ from groupwise.core.io.files import (
 )
 from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
 from groupwise.training.run_folder.abrupt_end import oom_kills
-from groupwise.workloads.checkpoint_files import newest_first
+from groupwise.workloads.checkpoint_files import newest_first, refuse_other_than_folder
 
 METRICS, SAMPLES, OLDER_SAMPLES = "metrics.jsonl", "samples.jsonl", "samples.1.jsonl"
+START = "start"
 NONFINITE = "nonfinite.jsonl"
 """The rollouts of groups in which a number was not finite."""
 _LOGS = (METRICS, SAMPLES, OLDER_SAMPLES)
@@ -163,6 +164,20 @@ class RunFolder:
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file atomically."""
         write_atomic(self.path / name, (to_json(content, indent=1) + "\n").encode())
+
+    def write_start(self, files: Mapping[str, bytes]) -> None:
+        """Keep what the workload measured when it was built, for a run that ends before its first checkpoint."""
+        start = self.start_files() or self.path / START
+        if files:
+            start.mkdir(exist_ok=True)
+        for name, content in files.items():
+            write_atomic(start / name, content)
+
+    def start_files(self) -> Path | None:
+        """The folder that `write_start` has written, if it has."""
+        start = self.path / START
+        refuse_other_than_folder(start)
+        return start if start.is_dir() else None
 
     def append(self, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
         append_jsonl(self.path / name, entries)

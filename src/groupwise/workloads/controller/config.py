@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from groupwise.core.errors import UserError, require, require_types
@@ -171,6 +172,12 @@ class StageOneConfig:
     @property
     def sees_overview(self) -> bool:
         return self.sees == "overview"
+
+
+def kept_estimator(estimator: str, saved: Path) -> str:
+    """The estimator of a resumed run: the saved one in place of `auto`, which might be fitted again."""
+    file = saved / "estimator.json"
+    return str(file) if estimator == "auto" and file.is_file() else estimator
 
 
 @dataclass(frozen=True)

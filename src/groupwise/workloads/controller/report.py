@@ -45,6 +45,9 @@ class ControllerReporter(Reporter):
         by_part = ", ".join(f"{name} {count:,}" for name, count in counts.items())
         return [f"the controller has {sum(counts.values()):,} parameters: {by_part}", *self._workload.task.notes]
 
+    def start_warnings(self) -> Sequence[str]:
+        return self._workload.task.warnings
+
     def final_report(self) -> EvaluationReport | None:
         """Accuracy and measured latency on test questions, beside baselines; None where the task has no test split."""
         from groupwise.workloads.controller.evaluate.report import evaluate_controller

@@ -84,6 +84,8 @@ class Task:
     """None where the model cannot be loaded again by name: checkpoints then need the task."""
     notes: Sequence[str] = ()
     """Shown before training."""
+    warnings: Sequence[str] = ()
+    """The same, of what a person should change or accept."""
     selection_questions: Callable[[], Sequence[Question]] | None = None
     """Questions on which the final evaluation chooses its baselines; None uses `held_out`."""
     test_questions: Callable[[], Sequence[Question]] | None = None

@@ -3,6 +3,8 @@ models are refused."""
 
 import json
 import shutil
+import time
+import warnings
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +27,13 @@ from groupwise.rewards.config import RewardFunctionsConfig
 from groupwise.workloads.controller.conditions import make_conditions
 from groupwise.workloads.controller.config import BudgetConfig
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, ProportionalEstimator
+from groupwise.workloads.controller.latency.source import fit_estimator
 from groupwise.workloads.controller.model.executor import AnswerRequest
 from groupwise.workloads.controller.model.load import load_model
 from groupwise.workloads.controller.policy.decide import choices_to_knobs, greedy_option
 from groupwise.workloads.controller.policy.network import ControllerNetwork
 from groupwise.workloads.controller.serving.adaptive import make_question
+from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import Split
 from groupwise.workloads.controller.tasks.mosaic.task import mosaic_questions
 from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
@@ -251,6 +255,25 @@ def test_a_fitted_estimator_goes_with_it_and_is_refused_elsewhere(folder, adapti
     with pytest.raises(UserError, match=r"estimator.json was fitted for cpu another, not"):
         gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere")
     gw.AdaptiveModel.from_pretrained(tmp_path / "elsewhere", allow_estimator_mismatch=True)
+
+
+def test_a_controller_whose_profile_does_not_hold_says_so_when_it_is_loaded(folder, adaptive, tmp_path):
+    loaded = adaptive.loaded
+    real = fit_estimator(
+        loaded, timer_for=lambda executor: ServedTimer(executor, clock=time.thread_time), seconds=2, new_tokens=3
+    )
+    for name, factor in (("holds", 1), ("wrong", 20)):
+        stages = real.coefficients.items()
+        scaled = {stage: {n: factor * price for n, price in part.items()} for stage, part in stages}
+        estimator = KnobLatencyEstimator(replace(real, coefficients=scaled), loaded.options, new_tokens=3)
+        own = gw.AdaptiveModel(loaded, replace(adaptive.settings, estimator=estimator), adaptive.policy)
+        own.save_pretrained(tmp_path / name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        gw.AdaptiveModel.from_pretrained(tmp_path / "holds")
+        gw.AdaptiveModel.from_pretrained(tmp_path / "wrong", estimator=estimator)
+    with pytest.warns(UserWarning, match=r"wrong does not hold now: estimated .* call recalibrate\(\)"):
+        gw.AdaptiveModel.from_pretrained(tmp_path / "wrong")
 
 
 def test_recalibration_measures_the_current_speed(folder, trained, adaptive):

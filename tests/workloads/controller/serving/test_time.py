@@ -1,6 +1,5 @@
 """Time that is true: it starts when a request arrives, follows the machine, and knows batches and other calls."""
 
-import os
 import random
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from math import inf
 import numpy as np
 import pytest
 from PIL import Image
+from tiny.busy import HAS_AFFINITY, on_one_core
 from tiny.estimator import fixed_estimator
 from tiny.llava import save_llava
 
@@ -142,17 +142,6 @@ def _fit(loaded, seconds):
 
 
 @contextmanager
-def on_one_core():
-    """What runs beside it then takes its time from this process, however many cores there are."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
-@contextmanager
 def busy_process():
     """Of lower priority: it takes a third of the core, so that everything else takes 1.5 times as long."""
     process = subprocess.Popen([sys.executable, "-c", "import os\nos.nice(3)\nwhile True: pass"])
@@ -163,7 +152,7 @@ def busy_process():
         process.wait()
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs a process on a core of its own")
+@pytest.mark.skipif(not HAS_AFFINITY, reason="needs a process on a core of its own")
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_the_promise_holds_while_another_process_comes_and_goes(loaded):

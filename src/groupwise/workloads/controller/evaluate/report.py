@@ -40,7 +40,7 @@ from groupwise.workloads.controller.evaluate.predictors import Predictor
 from groupwise.workloads.controller.evaluate.render import draw, tables
 from groupwise.workloads.controller.evaluate.timing import AddedTime, AnswerTimer, sample_questions
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator
-from groupwise.workloads.controller.latency.source import current_slowdown, recalibrate
+from groupwise.workloads.controller.latency.source import check_calibration, recalibrate
 from groupwise.workloads.controller.policy.decide import Controller
 from groupwise.workloads.controller.serving.server import ServedTimer
 from groupwise.workloads.controller.task import Question, Task
@@ -110,7 +110,7 @@ def recalibrate_if_drifted(workload: ControllerWorkload) -> tuple[ControllerWork
     questions = random.Random(0).sample(task.questions, min(answers, len(task.questions)))
     samples = [question.sample for question in questions]
     timer = ServedTimer(task.executor)
-    slowdown, is_calibrated = current_slowdown(task.estimator, task.executor, samples, timer=timer)
+    slowdown, is_calibrated = check_calibration(task.estimator, task.executor, samples, timer=timer)
     if is_calibrated:
         return workload, slowdown
     estimator, slowdown = recalibrate(task.estimator, task.executor, samples, timer=timer, answers=answers)

@@ -27,6 +27,8 @@ from groupwise.workloads.controller.model.executor import AnswerRequest, Executo
 from groupwise.workloads.controller.model.inputs import prompt_length
 from groupwise.workloads.controller.model.knobs import Knobs
 
+_FEWEST_ANSWERS = 5
+"""However slow the model is: the median of fewer says little."""
 Timer = Callable[[Executor, AnswerRequest, int], MeasuredLatency]
 """Answers one request with exactly this many tokens, and times it."""
 
@@ -61,8 +63,8 @@ def profile(
 ) -> list[Observation]:
     """Measure answers of 1 to `new_tokens` tokens, one request at a time, after a warm-up.
 
-    Passes over this many random configurations (at most all) repeat until the time is over or there are as many
-    measurements as asked for.
+    Passes over this many random configurations (at most all) repeat until the time is over, but not before there are
+    five measurements, or until there are as many as asked for.
     """
     require(seconds > 0, "seconds", seconds, "above 0")
     require(configurations >= 2, "configurations", configurations, "2 or more")
@@ -108,15 +110,15 @@ def _passes(points: Sequence[ProfilePoint], rng: random.Random) -> Iterator[Prof
 
 
 def _until_deadline(seconds: float, points: Iterator[ProfilePoint], message: str) -> Iterator[ProfilePoint]:
-    """Points until the time is over, with a progress bar on a terminal."""
+    """Points until the time is over, with a progress bar on a terminal; the first few whatever they take."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         console.print(message, highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as progress:
         task, started = progress.add_task("profiling", total=seconds), time.perf_counter()
-        for point in points:
+        for index, point in enumerate(points):
             elapsed = time.perf_counter() - started
             progress.update(task, completed=min(elapsed, seconds))
-            if elapsed >= seconds:
+            if elapsed >= seconds and index >= _FEWEST_ANSWERS:
                 return
             yield point

@@ -1,16 +1,21 @@
-"""Which estimator a controller uses: a file, this machine's cached one, or proportional work; and recalibration."""
+"""Which estimator a controller uses: a file, this machine's cached one, or proportional work; whether it still holds,
+and recalibration."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 from filelock import FileLock
+from rich.console import Console
 
 from groupwise.core.errors import UserError, require
 from groupwise.core.groups import content_hash
-from groupwise.core.io.files import cache_folder
+from groupwise.core.io.files import cache_folder, ignore_message
+from groupwise.dist.comm import connected
+from groupwise.latency.drift import SpeedCheck, within_tolerance
 from groupwise.latency.estimator import FILE_FORMAT, LatencyEstimator
 from groupwise.latency.machine import current_machine
 from groupwise.latency.regression import Observation
@@ -29,6 +34,8 @@ from groupwise.workloads.controller.model.load import LoadedModel
 PROPORTIONAL, AUTO = "proportional", "auto"
 AUTO_SECONDS = 40.0
 """How long `auto` profiles."""
+CHECK_SECONDS = 2.0
+"""How long a stored estimator is checked at most, as long as five answers do not take longer."""
 _MAX_RECALIBRATION_SECONDS = 600.0
 _QUESTION_LENGTHS = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0)
 """Of the questions to profile with, as multiples of the typical length."""
@@ -44,10 +51,13 @@ def load_estimator(
     new_tokens: int,
     timer_for: TimerFor,
     allow_mismatch: bool = False,
-    question_tokens: int = 32,
+    warn: Callable[[str], None] = ignore_message,
 ) -> KnobLatencyModel:
     """`name` is `proportional`, `auto` or a JSON file, which is refused if it was fitted for another model or machine,
-    unless `allow_mismatch`.
+    unless `allow_mismatch`. All ranks call it, and get the same.
+
+    What was stored is checked with some answers, measured now: `auto` profiles again what no longer holds, of a file
+    it is told.
     """
     if not name:
         raise UserError(
@@ -57,19 +67,33 @@ def load_estimator(
         )
     if name == PROPORTIONAL:
         return ProportionalEstimator(loaded.options)
+    comm = connected()
     if name != AUTO:
-        return load_estimator_file(Path(name), loaded, new_tokens=new_tokens, allow_mismatch=allow_mismatch)
-    fit = partial(
-        fit_estimator,
-        loaded,
-        timer_for=timer_for,
-        seconds=AUTO_SECONDS,
-        new_tokens=new_tokens,
-        question_tokens=question_tokens,
-    )
+        known = load_estimator_file(Path(name), loaded, new_tokens=new_tokens, allow_mismatch=allow_mismatch)
+        problem = estimator_problem(known, loaded, timer_for=timer_for) if comm.is_main else None
+        if problem:
+            warn(
+                f"The latency profile {name} {problem}. It is used as it is. For a new run, profile again; a run that"
+                " is resumed or evaluated keeps the budgets it was started with, and its evaluation recalibrates the"
+                " estimator that it times answers with."
+            )
+        return known
+    fitted = _profiled(loaded, new_tokens, timer_for, warn) if comm.is_main else None
+    comm.proceed()  # one rank profiles: were each to check for itself, they might disagree
+    return KnobLatencyEstimator(comm.broadcast_object(fitted), loaded.options, new_tokens=new_tokens)
+
+
+def _profiled(
+    loaded: LoadedModel, new_tokens: int, timer_for: TimerFor, warn: Callable[[str], None]
+) -> LatencyEstimator:
     architecture = architecture_fingerprint(loaded.model)
-    fitted = cached_estimator(f"{architecture} {new_tokens}", fit, model=architecture)
-    return KnobLatencyEstimator(fitted, loaded.options, new_tokens=new_tokens)
+
+    def check(stored: LatencyEstimator) -> SpeedCheck:
+        known = KnobLatencyEstimator(stored, loaded.options, new_tokens=new_tokens)
+        return current_speed(known, loaded, timer_for=timer_for)
+
+    fit = partial(fit_estimator, loaded, timer_for=timer_for, seconds=AUTO_SECONDS, new_tokens=new_tokens)
+    return cached_estimator(f"{architecture} {new_tokens}", fit, check, model=architecture, warn=warn)
 
 
 def load_estimator_file(
@@ -81,20 +105,64 @@ def load_estimator_file(
 
 
 def cached_estimator(
-    key: str, fit: Callable[[], LatencyEstimator], *, model: str, folder: Path | None = None
+    key: str,
+    fit: Callable[[], LatencyEstimator],
+    check: Callable[[LatencyEstimator], SpeedCheck],
+    *,
+    model: str,
+    warn: Callable[[str], None] = ignore_message,
+    folder: Path | None = None,
 ) -> LatencyEstimator:
-    """The estimator of this model on this machine, fitted only if the cache has none for this key.
+    """The estimator of this model on this machine: the cached one if it still holds, else a new one.
 
-    Ranks of one machine share it: one of them fits it while the others wait. Ranks of several machines would each fit
-    their own, so a run on several machines should name a file instead.
+    One that was measured on a busy machine is kept, marked, and measured again by the next caller.
     """
     folder = folder or cache_folder() / "estimators"
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{content_hash(f'{FILE_FORMAT} {key} {current_machine()}', digest_size=8)}.json"
     with FileLock(file.with_suffix(".lock")):
-        if not file.exists():
-            fit().save(file)
-    return LatencyEstimator.load(file, model=model)
+        if file.exists():
+            stored = LatencyEstimator.load(file, model=model)
+            checked = None if stored.was_busy else check(stored)
+            if checked and not checked.has_drifted:
+                if checked.is_disturbed:
+                    warn(
+                        f"Other programs slow this machine down: {checked}. The stored latency profile, of a quieter"
+                        " machine, is kept."
+                    )
+                return stored
+            _print(f"Profiling again: the stored latency profile {_reason(stored, checked)}.")
+        fitted = fit()
+        fitted.save(file)
+    if fitted.was_busy:
+        warn(
+            f"The latency profile of this machine {_reason(fitted)}, so estimates and budgets in ms are too long. Stop"
+            " other programs and start again: a profile of a busy machine is marked, and the next run measures it"
+            " again."
+        )
+    return fitted
+
+
+def estimator_problem(known: KnobLatencyEstimator, loaded: LoadedModel, *, timer_for: TimerFor) -> str | None:
+    """Why a stored estimator should not be trusted now; None where there is no reason, or where it was accepted from
+    another machine."""
+    stored = known.estimator
+    if stored.mismatches:
+        return None
+    if stored.was_busy:
+        return _reason(stored)
+    checked = current_speed(known, loaded, timer_for=timer_for)
+    return _reason(stored, checked) if checked.has_drifted else None
+
+
+def _reason(stored: LatencyEstimator, checked: SpeedCheck | None = None) -> str:
+    if checked is None:
+        return f"was measured while other programs ran: its answers had the CPU for {stored.cpu_share:.0%} of the time"
+    return f"does not hold now: {checked}"
+
+
+def _print(line: str) -> None:
+    Console(file=sys.stderr).print(line, highlight=False, soft_wrap=True, markup=False)
 
 
 def fit_estimator(
@@ -128,22 +196,29 @@ def recalibrate(
     return KnobLatencyEstimator(recalibrated, executor.options, new_tokens=known.new_tokens), slowdown
 
 
-def current_slowdown(
+def current_speed(known: KnobLatencyEstimator, loaded: LoadedModel, *, timer_for: TimerFor) -> SpeedCheck:
+    """A quick check on up to 40 answers to made-up questions, for two seconds and a warm-up."""
+    executor = Executor(loaded.adapter, loaded.options)
+    samples, timer = profile_samples(loaded), timer_for(executor)
+    answers = MIN_ANSWERS_FOR_QUANTILE
+    return SpeedCheck.of(known.estimator, _measure(known, executor, samples, timer, answers, CHECK_SECONDS))
+
+
+def check_calibration(
     known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], *, timer: Timer
 ) -> tuple[float, bool]:
-    """A quick check on 40 answers: the slowdown, and whether the estimator is still calibrated."""
+    """The slowdown of 40 answers, and whether the estimator still tells their median and their upper quantile."""
     observations = _measure(known, executor, samples, timer, MIN_ANSWERS_FOR_QUANTILE)
-    return known.estimator.slowdown(observations), known.estimator.is_calibrated(observations)
+    slowdown = known.estimator.slowdown(observations)
+    return slowdown, within_tolerance(slowdown) and known.estimator.is_calibrated(observations)
 
 
 def _measure(
-    known: KnobLatencyEstimator, executor: Executor, samples: Sequence[Sample], timer: Timer, answers: int
+    known: KnobLatencyEstimator,
+    executor: Executor,
+    samples: Sequence[Sample],
+    timer: Timer,
+    answers: int,
+    seconds: float = _MAX_RECALIBRATION_SECONDS,
 ) -> list[Observation]:
-    return profile(
-        executor,
-        samples,
-        seconds=_MAX_RECALIBRATION_SECONDS,
-        measurements=answers,
-        new_tokens=known.new_tokens,
-        timer=timer,
-    )
+    return profile(executor, samples, seconds=seconds, measurements=answers, new_tokens=known.new_tokens, timer=timer)

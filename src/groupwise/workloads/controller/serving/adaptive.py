@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from io import BytesIO
@@ -22,7 +23,7 @@ from groupwise.latency.pace import Pace
 from groupwise.latency.records import IMAGE, PREFILL, QUEUE, EstimatedLatency, Timing
 from groupwise.workloads.controller.config import Budget, infeasible_budget_error
 from groupwise.workloads.controller.latency.estimates import KnobLatencyEstimator, KnobLatencyModel
-from groupwise.workloads.controller.latency.source import profile_samples, recalibrate
+from groupwise.workloads.controller.latency.source import estimator_problem, profile_samples, recalibrate
 from groupwise.workloads.controller.model.executor import Executor
 from groupwise.workloads.controller.model.images import ImageInput, check_image, read_image
 from groupwise.workloads.controller.model.inputs import TransformersFrontEnd, prompt_length
@@ -99,9 +100,12 @@ class AdaptiveModel:
         estimator: KnobLatencyModel | None = None,
         allow_estimator_mismatch: bool = False,
     ) -> Self:
-        """The newest valid checkpoint of a run, with its EMA weights if the run kept them."""
+        """The newest valid checkpoint of a run, with its EMA weights if the run kept them.
+
+        Its latency estimator is checked with some answers, measured now.
+        """
         folder, weights = find_checkpoint(Path(run))
-        return cls(*load_controller(folder, weights, model, estimator, allow_mismatch=allow_estimator_mismatch))
+        return cls._load(folder, weights, model, estimator, allow_mismatch=allow_estimator_mismatch)
 
     @classmethod
     def from_pretrained(
@@ -112,9 +116,34 @@ class AdaptiveModel:
         estimator: KnobLatencyModel | None = None,
         allow_estimator_mismatch: bool = False,
     ) -> Self:
-        """A folder of `save_pretrained`. The frozen model is loaded by its name unless it is given."""
+        """A folder of `save_pretrained`. The frozen model is loaded by its name unless it is given.
+
+        Its latency estimator is checked with some answers, measured now.
+        """
         weights = Path(folder) / PRETRAINED_WEIGHTS
-        return cls(*load_controller(Path(folder), weights, model, estimator, allow_mismatch=allow_estimator_mismatch))
+        return cls._load(Path(folder), weights, model, estimator, allow_mismatch=allow_estimator_mismatch)
+
+    @classmethod
+    def _load(
+        cls,
+        folder: Path,
+        weights: Path,
+        model: LoadedModel | Path | str | None,
+        estimator: KnobLatencyModel | None,
+        *,
+        allow_mismatch: bool,
+    ) -> Self:
+        loaded = cls(*load_controller(folder, weights, model, estimator, allow_mismatch=allow_mismatch))
+        known = loaded.settings.estimator
+        if estimator is None and isinstance(known, KnobLatencyEstimator):
+            problem = estimator_problem(known, loaded.loaded, timer_for=ServedTimer)
+            if problem:
+                warnings.warn(
+                    f"The latency profile in {folder} {problem}. Estimates follow the answers that are measured; call"
+                    " recalibrate() to measure 100 of them first.",
+                    stacklevel=3,
+                )
+        return loaded
 
     def save_pretrained(self, folder: Path | str) -> None:
         """Write config.json, model.safetensors and, for a fitted estimator, estimator.json."""

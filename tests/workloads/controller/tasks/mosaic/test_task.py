@@ -19,6 +19,7 @@ from groupwise.workloads.controller.tasks.mosaic.model import load_mosaic, mosai
 from groupwise.workloads.controller.tasks.mosaic.questions import QUESTION_TYPES, encode
 from groupwise.workloads.controller.tasks.mosaic.scene import HandwritingSplit, load_handwriting
 from groupwise.workloads.controller.tasks.mosaic.task import handwriting_of, mosaic_questions
+from groupwise.workloads.controller.tasks.vqa.config import VqaConfig
 
 
 def test_no_two_splits_and_not_the_pretraining_share_an_image():
@@ -84,3 +85,4 @@ def test_a_run_goes_on_with_the_estimator_it_was_trained_with(tmp_path):
     (tmp_path / "estimator.json").write_text("{}")
     assert own.for_resume(tmp_path).estimator == str(tmp_path / "estimator.json")
     assert named.for_resume(tmp_path) == named
+    assert VqaConfig(estimator="auto").for_resume(tmp_path).estimator == str(tmp_path / "estimator.json")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from groupwise.core.errors import require
-from groupwise.workloads.controller.config import ControllerConfig
+from groupwise.workloads.controller.config import ControllerConfig, kept_estimator
 from groupwise.workloads.controller.memory import ControllerMemory, read_llava
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class MosaicConfig(ControllerConfig):
     question_seed: int = 0
     """Seed of the mosaics and questions."""
     estimator: str = "auto"
-    """The latency estimator: `auto` profiles this machine once, in under a minute, and caches the result; or a JSON
-    file of `groupwise profile`, for ranks on several machines; or `proportional` to counted work."""
+    """The latency estimator: `auto` profiles this machine once, in under a minute, and caches the result as long as it
+    holds; or a JSON file of `groupwise profile`, for ranks on several machines; or `proportional` to counted work."""
     allow_estimator_mismatch: bool = False
     """Accept a file that was fitted on another machine."""
     answers: Path | None = None
@@ -45,10 +45,8 @@ class MosaicConfig(ControllerConfig):
         for name in ("mosaics", "held_out_mosaics", "selection_mosaics", "test_mosaics"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
 
-    def for_resume(self, checkpoint: Path) -> Self:
-        """Keep the estimator of the checkpoint, even if the cached one was deleted or fitted again since."""
-        saved = checkpoint / "estimator.json"
-        return replace(self, estimator=str(saved)) if self.estimator == "auto" and saved.is_file() else self
+    def for_resume(self, saved: Path) -> Self:
+        return replace(self, estimator=kept_estimator(self.estimator, saved))
 
     def memory_model(self) -> ControllerMemory:
         """The embedded model in float32, its three tiers, and questions of at most three tokens."""

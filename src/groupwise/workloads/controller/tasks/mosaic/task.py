@@ -83,7 +83,7 @@ def _sample_name(split: Split, seed: int, index: int, labels: np.ndarray, tokens
 
 def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
     """The embedded model with its questions by split."""
-    loaded, seed = load(device=device), config.question_seed
+    loaded, seed, warnings = load(device=device), config.question_seed, list[str]()
     return Task(
         executor=Executor(loaded.adapter, loaded.options),
         answers=AnswerCache(
@@ -95,6 +95,7 @@ def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
             new_tokens=1,
             timer_for=ServedTimer,
             allow_mismatch=config.allow_estimator_mismatch,
+            warn=warnings.append,
         ),
         questions=mosaic_questions(Split.TRAIN, config.mosaics, seed=seed),
         held_out=mosaic_questions(Split.SELECT, config.held_out_mosaics, seed=seed),
@@ -103,4 +104,5 @@ def mosaic_task(config: MosaicConfig, device: torch.device) -> Task:
         selection_questions=lambda: mosaic_questions(Split.SELECT, config.selection_mosaics, seed=seed),
         test_questions=lambda: mosaic_questions(Split.TEST, config.test_mosaics, seed=seed),
         other_answers=load_other_answers(loaded.options),
+        warnings=warnings,
     )

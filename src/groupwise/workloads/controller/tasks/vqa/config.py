@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Self
 
 from groupwise.core.errors import UserError, require
 from groupwise.data.rows import OnBadRow
-from groupwise.workloads.controller.config import ControllerConfig
+from groupwise.workloads.controller.config import ControllerConfig, kept_estimator
 from groupwise.workloads.controller.memory import ControllerMemory, MolmoeVision, read_controlled_model
 from groupwise.workloads.controller.model.knobs import check_tiers
 
@@ -65,7 +65,8 @@ class VqaConfig(ControllerConfig):
     max_new_tokens: int = 8
     """Longest answer."""
     estimator: str = ""
-    """JSON file of a latency estimator fitted to this model on this machine; or `proportional` to counted work."""
+    """JSON file of a latency estimator fitted to this model on this machine; `auto` to profile it once and cache the
+    result as long as it holds; or `proportional` to counted work."""
     allow_estimator_mismatch: bool = False
     """Take an estimator that was fitted elsewhere as it is."""
     answers: Path | None = None
@@ -92,6 +93,9 @@ class VqaConfig(ControllerConfig):
         )
         check_tiers(self.crops, "workload.crops")
         require("{question}" in self.prompt, "workload.prompt", repr(self.prompt), "a text with {question} in it")
+
+    def for_resume(self, saved: Path) -> Self:
+        return replace(self, estimator=kept_estimator(self.estimator, saved))
 
     def memory_model(self) -> ControllerMemory:
         """By the model's config.json, with the default insertion positions and prompts of up to 64 tokens. With dtype

@@ -109,13 +109,14 @@ class QuestionSplits:
 
 
 def vqa_task(config: VqaConfig, device: torch.device) -> Task:
-    loaded = load_for(config, device)
+    loaded, warnings = load_for(config, device), list[str]()
     estimator = load_estimator(
         config.estimator,
         loaded,
         new_tokens=config.max_new_tokens,
         timer_for=ServedTimer,
         allow_mismatch=config.allow_estimator_mismatch,
+        warn=warnings.append,
     )
     splits = read_splits(config, loaded)
     stop, drop_order = stop_token_id(loaded), tuple(loaded.options.drop_order)
@@ -140,6 +141,7 @@ def vqa_task(config: VqaConfig, device: torch.device) -> Task:
         notes=[*_notes(config, loaded, splits), *_estimator_mismatch_notes(estimator)],
         selection_questions=lambda: splits.select[: config.selection_questions],
         test_questions=(lambda: splits.test) if splits.test else None,
+        warnings=warnings,
     )
 
 
