@@ -1,5 +1,7 @@
 """Attention over a packed sequence."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.testing import assert_close
@@ -100,6 +102,16 @@ def test_what_differs_from_products_is_said():
 
     assert disagreement(ByParts(), ON_CPU) is None
     assert disagreement(Bent(), ON_CPU) == "its outputs differ by 0.01 from those of matrix products"
+
+
+def test_a_kernel_that_takes_no_notice_of_the_bias_is_found_out():
+    class Deaf(FusedKernel):
+        def forward(self, inputs, scoring):
+            return super().forward(inputs, scoring._replace(bias=None))
+
+    deaf = Deaf("deaf", "_scaled_dot_product_flash_attention_for_cpu", takes_bias=True, shares_key_heads=True)
+    assert "outputs differ" in disagreement(ByParts(deaf), ON_CPU)
+    assert disagreement(ByParts(replace(deaf, takes_bias=False)), ON_CPU) is None
 
 
 def test_the_environment_may_name_the_only_kernel_to_try(monkeypatch):

@@ -127,11 +127,9 @@ class FusedKernel:
         return self._pad_width(query), self._pad_width(key), self._pad_width(value)
 
     def _pad_width(self, values: Queries) -> Queries:
-        """Padded ones are [batch, tokens, heads, width] in memory: the efficient backward takes that for granted."""
-        if self.width_multiple == 1:
-            return values
-        by_token = functional.pad(values.transpose(1, 2), (0, -values.shape[-1] % self.width_multiple))
-        return by_token.contiguous().transpose(1, 2)
+        """In memory they stay [batch, tokens, heads, width]: the efficient backward takes that for granted."""
+        missing = -values.shape[-1] % self.width_multiple
+        return functional.pad(values.transpose(1, 2), (0, missing)).transpose(1, 2) if missing else values
 
 
 _RENAMED = {"rng_state": "philox_seed", "unused": "philox_offset"}

@@ -166,7 +166,7 @@ class DecodeLayout:
         rows, heads, _, width = query.shape
         folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share a key head become its queries
         keys, values = self.row_cache.append(layer, self.positions, (key, value), self.length)
-        kernel = choose_attention(AttentionShape.of(folded, keys)).kernel
+        kernel = choose_attention(AttentionShape.of(query, key)).kernel
         out, lse, _ = kernel.forward((folded, keys, values), Scoring(scale, bias=self.bias))
         return merge_by_lse(*self._attend_prompts(layer, folded, scale, kernel), out, lse).reshape(
             rows, 1, heads, width
