@@ -187,6 +187,13 @@ def test_the_device_has_a_fused_kernel_which_is_chosen_for_updates_and_decoding(
     assert not FUSED["flash"].kernel.is_on(device)
 
 
+@pytest.mark.parametrize("dtype", [EXACT, HALF])
+def test_a_kernel_that_the_device_has_may_refuse_but_not_differ(device, dtype):
+    kernels = [way for way in FUSED.values() if way.kernel.is_on(device)]
+    problems = {way.name: disagreement(way, shape_on(device, dtype, 8, 2, 64)) for way in kernels}
+    assert not {name: problem for name, problem in problems.items() if problem and "differ" in problem}
+
+
 @pytest.mark.parametrize("stand_in", [Flash, Efficient])
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(4, 2, 12), (4, 4, 16), (6, 1, 40)])
 def test_cudas_operations_get_the_arguments_that_they_demand(device, register, stand_in, heads, key_heads, width):
