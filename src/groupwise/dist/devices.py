@@ -25,12 +25,10 @@ class DeviceTraits:
     """torch.compile makes one kernel of flex attention and its mask."""
     copies_from_pinned: bool = False
     """Host memory can be pinned, from which copies to the device are faster."""
-    flash_with_lse: bool = False
-    """A fused attention kernel returns its log-sum-exp and has a backward that takes a merged one."""
 
 
 TRAITS = {
-    "cpu": DeviceTraits(has_float64=True, fused_adamw=True, flash_with_lse=True),
+    "cpu": DeviceTraits(has_float64=True, fused_adamw=True),
     "cuda": DeviceTraits(has_float64=True, fused_adamw=True, compiles_attention=True, copies_from_pinned=True),
     "xpu": DeviceTraits(has_float64=True, copies_from_pinned=True),
     "mps": DeviceTraits(),

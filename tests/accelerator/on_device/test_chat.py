@@ -13,7 +13,7 @@ from groupwise.training.preflight import _tied_weights_are_one, preflight
 from groupwise.training.setup import set_up
 from groupwise.workloads.chat.config import STOP_CHECK_STEPS, PolicyConfig, SamplingParams
 from groupwise.workloads.chat.engine.generate import generate
-from groupwise.workloads.chat.engine.packing import packed_kernel
+from groupwise.workloads.chat.engine.packing import ATTENTION_VARIABLE, choose_attention
 from groupwise.workloads.chat.engine.policy import make_policy
 from groupwise.workloads.chat.engine.score import score
 
@@ -36,9 +36,24 @@ def gradients(policy, completions):
     return scores, {name: weight.grad.cpu() for name, weight in policy.named_parameters()}
 
 
-@pytest.mark.parametrize("forward", ["shared_prefix", "plain"])
+@pytest.fixture
+def only_attention(monkeypatch):
+    """Attention by the kernel of a name alone, on all devices."""
+
+    def choose(name: str) -> None:
+        monkeypatch.setenv(ATTENTION_VARIABLE, name)
+        choose_attention.cache_clear()
+
+    yield choose
+    choose_attention.cache_clear()
+
+
+@pytest.mark.parametrize("forward", ["shared_prefix", "products", "plain"])
 @pytest.mark.parametrize("changes", [{}, {"top_k": 7, "temperature": 0.8}])
-def test_completions_and_gradients_are_those_of_the_cpu(device, forward, changes):
+def test_completions_and_gradients_are_those_of_the_cpu(device, only_attention, forward, changes):
+    if forward == "products":
+        forward = "shared_prefix"
+        only_attention("products")
     here, there = (policy_on(where, forward=forward, reference="copy") for where in (torch.device("cpu"), device))
     assert there.shares_prefix == (forward == "shared_prefix")
     expected, actual = complete(here, **changes), complete(there, **changes)
@@ -77,14 +92,24 @@ def test_the_host_waits_once_in_a_block_of_tokens_and_twice_in_a_training_pass(d
     assert counters.counters()["host_syncs"] <= 2
 
 
-def test_a_step_of_the_recipe_waits_a_few_times_and_its_preflight_names_the_kernel(device, counters):
+KERNELS_OF_A_STEP = {"overrideable": 8000, "products": 13000}
+
+
+@pytest.mark.parametrize("name", KERNELS_OF_A_STEP)
+def test_a_step_of_the_recipe_waits_a_few_times_and_its_preflight_names_the_kernel(
+    device, counters, only_attention, name
+):
+    if name == "products":
+        only_attention(name)
     setup = set_up(small_recipe("chat", device=device.type))
     checks = {check.name: check for check in preflight(setup)}
     assert all(check.passed for check in checks.values())
-    assert packed_kernel(device).name == "products"
-    assert "matrix products" in checks["note"].detail
+    label = {"overrideable": "torch's fused kernel (_scaled_dot_product_fused_attention_overrideable)"}
+    assert f"attention by {label.get(name, 'matrix products in float32')}" in checks["note"].detail
+    train_step(setup)
     counters.reset_counters()
     metrics = train_step(setup).metrics
+    assert counters.counters()["kernels"] < KERNELS_OF_A_STEP[name]
     waits = counters.counters()["host_syncs"]
     assert waits < 30
     assert metrics["host_syncs"] <= waits

@@ -17,7 +17,8 @@ from groupwise.core.types import Rollouts
 from groupwise.data.rows import format_counts
 from groupwise.workloads.base import EvaluationReport, Reporter, ReportTable
 from groupwise.workloads.chat.config import ChatConfig, SamplingParams
-from groupwise.workloads.chat.engine.packing import packed_kernel
+from groupwise.workloads.chat.engine.attention import FUSED_KERNELS
+from groupwise.workloads.chat.engine.packing import choose_attention
 from groupwise.workloads.chat.engine.policy import LanguageModelPolicy
 from groupwise.workloads.chat.engine.sampler import Completion
 from groupwise.workloads.chat.evaluate import GradedSamples, sample_and_grade
@@ -101,13 +102,11 @@ def _how_attention_runs(policy: LanguageModelPolicy) -> str:
     """Which kernel, and why not a faster one."""
     if policy.plain_reason is not None:
         return f"prompts are not shared within their group: {policy.plain_reason}"
-    kernel = packed_kernel(policy.device)
-    names = {
-        "flash": "torch's kernel for the CPU",
-        "flex": "compiled flex attention",
-        "products": "matrix products in float32",
-    }
-    return f"prompts are shared; attention by {names[kernel.name]}" + (f" ({kernel.reason})" if kernel.reason else "")
+    chosen = choose_attention(policy.attention_shape)
+    names = {"flex": "compiled flex attention", "products": "matrix products in float32"}
+    names |= {kernel.name: f"torch's fused kernel ({kernel.operation})" for kernel in FUSED_KERNELS}
+    reason = f" ({chosen.reason})" if chosen.reason else ""
+    return f"prompts are shared; attention by {names[chosen.attend.name]}{reason}"
 
 
 def completion_metrics(completions: Sequence[Completion], advantages: Tensor) -> dict[str, Tensor]:

@@ -4,12 +4,16 @@ function that transformers' layers call, which leaves the choice of keys to an `
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 from transformers import AttentionInterface
 
 ATTENTION_NAME = "groupwise_shared_prefix"
@@ -20,92 +24,231 @@ LogSumExp = Float[Tensor, "batch heads queries"]
 KVByLayer = dict[int, tuple[Tensor, Tensor]]
 """Keys and values of each layer, by the layer's index."""
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+Inputs = tuple[Queries, Keys, Keys]
+"""Query, key and value. With fewer key heads than heads, consecutive heads share a key head."""
+
 _SCORES_PER_CHUNK = 1 << 24
 """Attention scores that matrix products hold at a time: 64 MiB in float32, a few times over."""
 
 
-def attend(
-    query: Queries, key: Keys, value: Keys, *, scale: float, causal: bool = False, bias: Tensor | None = None
-) -> tuple[Queries, LogSumExp]:
-    """Attention and its log-sum-exp. With fewer key heads than heads, consecutive heads share a key head.
+class Scoring(NamedTuple):
+    """How queries score keys."""
 
-    `bias` is added to the scores (minus infinity hides a key) and broadcasts to [batch, heads, queries, keys].
+    scale: float
+    causal: bool = False
+    bias: Tensor | None = None
+    """Added to the scores, [batch or 1, 1, 1, keys]: minus infinity hides a key."""
+
+
+class AttentionKernel(Protocol):
+    """Attention that returns its log-sum-exp, and its gradient over one of several sets of keys."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def takes_bias(self) -> bool: ...
+
+    @property
+    def batches_prompts(self) -> bool:
+        """Whether a call for several prompts is worth the copies that it takes."""
+        ...
+
+    def forward(self, inputs: Inputs, scoring: Scoring) -> tuple[Queries, LogSumExp, Any]:
+        """Output, log-sum-exp, and what else `backward` needs."""
+        ...
+
+    def backward(
+        self, grad: Queries, inputs: Inputs, merged: tuple[Queries, LogSumExp], saved: Any, scoring: Scoring
+    ) -> Inputs:
+        """Gradients of query, key and value of one set of keys, from the gradient of the merged output.
+
+        It is the gradient of attention with the *merged* output and log-sum-exp: probabilities are exp(score - lse).
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class FusedKernel:
+    """An operation of torch that returns its log-sum-exp and has a backward, on devices that have a kernel for it.
+
+    Torch's own context parallel merges their outputs by log-sum-exp and calls their backward with the merged ones
+    (torch.distributed.tensor.experimental._context_parallel). Arguments go by the names in the operations' schemas.
     """
-    if query.device.type == "cpu":
-        return _flash(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
-    return attention_eager(query, key, value, scale=scale, causal=causal, bias=bias)
+
+    name: str
+    operation: str
+    takes_bias: bool = False
+    batches_prompts: bool = True
+    shares_key_heads: bool = False
+    """Takes fewer key heads than heads; else keys and values are repeated for each head."""
+    width_multiple: int = 1
+    """Head widths are padded with zeros to a multiple of it."""
+
+    def is_on(self, device: torch.device) -> bool:
+        """Whether torch's dispatcher has a kernel of its own for this type of device."""
+        key = torch._C._dispatch_key_for_device(device.type)
+        names = self.operation, f"{self.operation}_backward"
+        return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for name in names)
+
+    def forward(self, inputs: Inputs, scoring: Scoring) -> tuple[Queries, LogSumExp, Any]:
+        query, key, value = self._adapt(inputs)
+        # XPU's computes the log-sum-exp only for inputs that require a gradient.
+        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+            query = query.detach().requires_grad_()
+            out, lse, *others = _call(self.operation, _arguments((query, key, value), scoring))
+        kept = {name: others[index] for name, index in _kept_results(self.operation)}
+        queries, width = inputs[0].shape[2:]
+        unpadded = lse if lse.shape[2:] == (queries,) else lse.flatten(2)[..., :queries]
+        return _narrow(out, width), unpadded, (lse.shape, kept)
+
+    def backward(
+        self, grad: Queries, inputs: Inputs, merged: tuple[Queries, LogSumExp], saved: Any, scoring: Scoring
+    ) -> Inputs:
+        (out, lse), (lse_shape, kept) = merged, saved
+        padding = math.prod(lse_shape[2:]) - lse.shape[2]  # with it, exp(score - lse) is zero
+        lse = functional.pad(lse, (0, padding), value=torch.inf).contiguous().view(lse_shape)
+        grad, out = self._pad_width(grad), self._pad_width(out)
+        arguments = _arguments(self._adapt(inputs), scoring)
+        arguments |= {"grad_out": grad, "grad_out_": grad, "out": out, "logsumexp": lse, **kept}
+        grads = _call(f"{self.operation}_backward", arguments)
+        grad_query, grad_key, grad_value = (_narrow(each, inputs[0].shape[-1]) for each in grads[:3])
+        if self.shares_key_heads or inputs[0].shape[1] == inputs[1].shape[1]:
+            return grad_query, grad_key, grad_value
+        exact, by_key_head = _exact(grad_key), (inputs[1].shape[1], -1)
+        grad_key, grad_value = (each.unflatten(1, by_key_head).sum(2, dtype=exact) for each in (grad_key, grad_value))
+        return grad_query, grad_key, grad_value
+
+    def _adapt(self, inputs: Inputs) -> Inputs:
+        query, key, value = inputs
+        shared_by = query.shape[1] // key.shape[1]
+        if shared_by > 1 and not self.shares_key_heads:
+            key, value = (each.repeat_interleave(shared_by, 1) for each in (key, value))
+        return self._pad_width(query), self._pad_width(key), self._pad_width(value)
+
+    def _pad_width(self, values: Queries) -> Queries:
+        """In memory they stay [batch, tokens, heads, width]: the efficient backward takes that for granted."""
+        missing = -values.shape[-1] % self.width_multiple
+        return functional.pad(values.transpose(1, 2), (0, missing)).transpose(1, 2) if missing else values
 
 
-def attend_backward(
-    grad: Queries,
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    merged: tuple[Queries, LogSumExp],
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Queries, Keys, Keys]:
-    """Gradients of query, key and value of one set of keys, from the gradient of the merged output (CPU).
-
-    It is the gradient of attention with the *merged* output and log-sum-exp: probabilities are exp(score - lse).
-    """
-    out, lse = merged
-    return _flash_backward(grad, query, key, value, out, lse, 0.0, causal, scale=scale)
+_RENAMED = {"rng_state": "philox_seed", "unused": "philox_offset"}
+"""Results of the forward that its backward calls otherwise."""
 
 
-def attention_eager(
-    query: Queries, key: Keys, value: Keys, *, scale: float, causal: bool = False, bias: Tensor | None = None
-) -> tuple[Queries, LogSumExp]:
-    """`attend` by matrix products, on any device, in float32 at least. `bias` is the same for all heads and queries."""
-    exact, folded = _exact(query), _fold(query, key)
-    out, lse = folded.new_empty(folded.shape), folded.new_empty(folded.shape[:-1], dtype=exact)
-    with torch.autocast(query.device.type, enabled=False):  # autocast would round the products
-        for rows, queries, keys in _chunks(folded, key, causal=causal):
-            part = folded[rows, :, :, queries]
-            scores = _scores(part, key[rows, :, keys], scale, queries if causal else None, _rows(bias, rows))
-            part_lse = scores.logsumexp(-1)
-            weights = scores.sub_(part_lse[..., None]).exp_()
-            out[rows, :, :, queries] = _weighted(weights, value[rows, :, keys].to(exact)).to(out.dtype)
-            lse[rows, :, :, queries] = part_lse
-    return out.view(query.shape), lse.view(query.shape[:-1])
+@cache
+def _signature(operation: str) -> tuple[Any, tuple[str, ...]]:
+    """The operation, and the names of its arguments."""
+    found = getattr(torch.ops.aten, operation).default
+    return found, tuple(argument.name for argument in found._schema.arguments)
 
 
-def attention_eager_backward(  # noqa: PLR0913
-    grad: Queries,
-    query: Queries,
-    key: Keys,
-    value: Keys,
-    merged: tuple[Queries, LogSumExp],
-    *,
-    scale: float,
-    causal: bool,
-    bias: Tensor | None = None,
-) -> tuple[Queries, Keys, Keys]:
-    """`attend_backward` by matrix products, on any device, in float32 at least.
+@cache
+def _kept_results(operation: str) -> tuple[tuple[str, int], ...]:
+    """Results after the first two that are arguments of the backward, by their names there."""
+    names = [_RENAMED.get(result.name, result.name) for result in _signature(operation)[0]._schema.returns[2:]]
+    wanted = _signature(f"{operation}_backward")[1]
+    return tuple((name, index) for index, name in enumerate(names) if name in wanted)
 
-    With S = scale Q K', P = exp(S - lse), O the merged output and dO its gradient:
-    dV = P' dO, dS = P (dO V' - rowsum(dO O)), dQ = scale dS K, dK = scale dS' Q.
-    """
-    exact = _exact(query)
-    folded, folded_grad, out = (_fold(tensor, key) for tensor in (query, grad, merged[0]))
-    lse = merged[1].reshape(folded.shape[:-1])
-    grad_query = folded.new_empty(folded.shape, dtype=exact)
-    grad_key, grad_value = torch.zeros_like(key, dtype=exact), torch.zeros_like(value, dtype=exact)
-    with torch.autocast(query.device.type, enabled=False):
-        for rows, queries, keys in _chunks(folded, key, causal=causal):
-            part, part_grad = (tensor[rows, :, :, queries].to(exact) for tensor in (folded, folded_grad))
-            part_key, part_value = key[rows, :, keys].to(exact), value[rows, :, keys].to(exact)
-            scores = _scores(part, part_key, scale, queries if causal else None, _rows(bias, rows))
-            weights = scores.sub_(lse[rows, :, :, queries, None]).exp_()
-            grad_value[rows, :, keys] += _transposed(weights, part_grad)
-            shared = torch.linalg.vecdot(part_grad, out[rows, :, :, queries].to(exact))[..., None]
-            grad_scores = weights.mul_(_weighted(part_grad, part_value.mT).sub_(shared)).mul_(scale)
-            grad_query[rows, :, :, queries] = _weighted(grad_scores, part_key)
-            grad_key[rows, :, keys] += _transposed(grad_scores, part)
-    return grad_query.view(query.shape).to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+def _arguments(inputs: Inputs, scoring: Scoring) -> dict[str, Any]:
+    """All that any of the operations takes, by name."""
+    (query, key, value), (scale, causal, bias) = inputs, scoring
+    bias = bias if bias is None else bias.to(query.dtype)
+    return {
+        "query": query,
+        "key": key,
+        "value": value,
+        "scale": scale,
+        "is_causal": causal,
+        "attn_bias": bias,
+        "attn_mask": bias,
+        "grad_input_mask": [True, True, True, False],
+        "dropout_p": 0.0,
+        "compute_log_sumexp": True,
+    }
+
+
+def _narrow(values: Queries, width: int) -> Queries:
+    return values if values.shape[-1] == width else values[..., :width]
+
+
+def _call(operation: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    found, names = _signature(operation)
+    results: tuple[Any, ...] = found(**{name: given[name] for name in names if name in given})
+    return results
+
+
+FUSED_KERNELS = (
+    FusedKernel(
+        "flash-cpu",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        takes_bias=True,
+        batches_prompts=False,
+        shares_key_heads=True,
+    ),
+    FusedKernel(
+        "overrideable",
+        "_scaled_dot_product_fused_attention_overrideable",
+        takes_bias=True,
+        shares_key_heads=True,
+    ),
+    FusedKernel("overrideable-plain", "_scaled_dot_product_fused_attention_overrideable"),
+    FusedKernel("flash", "_scaled_dot_product_flash_attention", shares_key_heads=True, width_multiple=8),
+    FusedKernel("efficient", "_scaled_dot_product_efficient_attention", width_multiple=8),
+)
+"""In the order in which they are tried. Plugins and XPU implement the overrideable one, each with limits of its own."""
+
+
+@dataclass(frozen=True)
+class Products:
+    """Matrix products, on any device, in float32 at least."""
+
+    name: str = "products"
+    takes_bias: bool = True
+    batches_prompts: bool = True
+
+    def forward(self, inputs: Inputs, scoring: Scoring) -> tuple[Queries, LogSumExp, Any]:
+        (query, key, value), (scale, causal, bias) = inputs, scoring
+        exact, folded = _exact(query), _fold(query, key)
+        out, lse = folded.new_empty(folded.shape), folded.new_empty(folded.shape[:-1], dtype=exact)
+        with torch.autocast(query.device.type, enabled=False):  # autocast would round the products
+            for rows, queries, keys in _chunks(folded, key, causal=causal):
+                part = folded[rows, :, :, queries]
+                scores = _scores(part, key[rows, :, keys], scale, queries if causal else None, _rows(bias, rows))
+                part_lse = scores.logsumexp(-1)
+                weights = scores.sub_(part_lse[..., None]).exp_()
+                out[rows, :, :, queries] = _weighted(weights, value[rows, :, keys].to(exact)).to(out.dtype)
+                lse[rows, :, :, queries] = part_lse
+        return out.view(query.shape), lse.view(query.shape[:-1]), None
+
+    def backward(
+        self, grad: Queries, inputs: Inputs, merged: tuple[Queries, LogSumExp], saved: Any, scoring: Scoring
+    ) -> Inputs:
+        """With S = scale Q K', P = exp(S - lse), O the merged output and dO its gradient:
+        dV = P' dO, dS = P (dO V' - rowsum(dO O)), dQ = scale dS K, dK = scale dS' Q.
+        """
+        (query, key, value), (scale, causal, bias) = inputs, scoring
+        exact = _exact(query)
+        folded, folded_grad, out = (_fold(tensor, key) for tensor in (query, grad, merged[0]))
+        lse = merged[1].reshape(folded.shape[:-1])
+        grad_query = folded.new_empty(folded.shape, dtype=exact)
+        grad_key, grad_value = torch.zeros_like(key, dtype=exact), torch.zeros_like(value, dtype=exact)
+        with torch.autocast(query.device.type, enabled=False):
+            for rows, queries, keys in _chunks(folded, key, causal=causal):
+                part, part_grad = (tensor[rows, :, :, queries].to(exact) for tensor in (folded, folded_grad))
+                part_key, part_value = key[rows, :, keys].to(exact), value[rows, :, keys].to(exact)
+                scores = _scores(part, part_key, scale, queries if causal else None, _rows(bias, rows))
+                weights = scores.sub_(lse[rows, :, :, queries, None]).exp_()
+                grad_value[rows, :, keys] += _transposed(weights, part_grad)
+                shared = torch.linalg.vecdot(part_grad, out[rows, :, :, queries].to(exact))[..., None]
+                grad_scores = weights.mul_(_weighted(part_grad, part_value.mT).sub_(shared)).mul_(scale)
+                grad_query[rows, :, :, queries] = _weighted(grad_scores, part_key)
+                grad_key[rows, :, keys] += _transposed(grad_scores, part)
+        return grad_query.view(query.shape), grad_key, grad_value
+
+
+PRODUCTS = Products()
 
 
 def _exact(query: Tensor) -> torch.dtype:

@@ -14,7 +14,8 @@ from jaxtyping import Int64
 from torch import Tensor
 
 from groupwise.core.transfer import send, send_list
-from groupwise.workloads.chat.engine.attention import KVByLayer, attend, merge_by_lse
+from groupwise.workloads.chat.engine.attention import AttentionKernel, KVByLayer, Scoring, merge_by_lse
+from groupwise.workloads.chat.engine.packing import AttentionShape, choose_attention
 
 _INITIAL_CAPACITY = 32  # tokens of a row; doubled when they are full
 
@@ -165,17 +166,23 @@ class DecodeLayout:
         rows, heads, _, width = query.shape
         folded = query.reshape(rows, key.shape[1], -1, width)  # heads that share a key head become its queries
         keys, values = self.row_cache.append(layer, self.positions, (key, value), self.length)
-        completion = attend(folded, keys, values, scale=scale, bias=self.bias)
-        return merge_by_lse(*self._attend_prompts(layer, folded, scale), *completion).reshape(rows, 1, heads, width)
+        kernel = choose_attention(AttentionShape.of(query, key)).kernel
+        out, lse, _ = kernel.forward((folded, keys, values), Scoring(scale, bias=self.bias))
+        return merge_by_lse(*self._attend_prompts(layer, folded, scale, kernel), out, lse).reshape(
+            rows, 1, heads, width
+        )
 
-    def _attend_prompts(self, layer: int, folded: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def _attend_prompts(
+        self, layer: int, folded: Tensor, scale: float, kernel: AttentionKernel
+    ) -> tuple[Tensor, Tensor]:
         """The queries of a prompt's rows go together, so that its keys are read once for all of them."""
         key_heads, queries_per_key, width = folded.shape[1:]
         by_prompt = folded if self.gather_index is None else folded[self.gather_index]
         by_prompt = by_prompt.view(len(self.prompt_cache.prompts), -1, key_heads, queries_per_key, width)
         members = by_prompt.shape[1]
         query = by_prompt.transpose(1, 2).reshape(-1, key_heads, members * queries_per_key, width)
-        out, lse = attend(query, *self.prompt_cache.layers[layer], scale=scale, bias=self.prompt_cache.bias)
+        keys, values = self.prompt_cache.layers[layer]
+        out, lse, _ = kernel.forward((query, keys, values), Scoring(scale, bias=self.prompt_cache.bias))
         out = out.view(-1, key_heads, members, queries_per_key, width).transpose(1, 2)
         lse = lse.view(-1, key_heads, members, queries_per_key).transpose(1, 2)
         if self.scatter_index is None:

@@ -6,32 +6,37 @@ copied, and to the tokens before them in the same completion. Gradients flow bac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int64, Shaped
 from torch import Tensor
 
+from groupwise.core.errors import UserError, is_out_of_memory
 from groupwise.core.transfer import send, send_list
 from groupwise.dist.devices import traits
 from groupwise.workloads.chat.engine.attention import (
+    FUSED_KERNELS,
+    PRODUCTS,
+    AttentionKernel,
+    Inputs,
     KVByLayer,
-    attend,
-    attend_backward,
-    attention_eager,
-    attention_eager_backward,
+    Scoring,
     merge_by_lse,
 )
+
+ATTENTION_VARIABLE = "GROUPWISE_ATTENTION"
+"""The environment variable that names the only kernel to try."""
 
 TokenIds = Sequence[int]
 ByToken = Shaped[Tensor, "tokens ..."]
 ByRow = Shaped[Tensor, "rows longest ..."]
 TokensByHead = Float[Tensor, "tokens heads width"]
-ByHead = Float[Tensor, "1 heads tokens width"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,16 +54,12 @@ class PackedBatch:
     """Index of the completion, or -1 in a prompt."""
     kv_out: KVByLayer | None = None
     """Receives the keys and values of every layer, if given."""
+    _parts: dict[tuple[bool, bool], list[AttentionPart]] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         if self.kv_out is not None:
             self.kv_out[layer] = (key[0], value[0])
-        kernel = packed_kernel(query.device).name
-        if kernel == "flash":
-            return packed_attention_flash(query, key, value, self, scale)
-        if kernel == "flex":
-            return packed_attention_flex(query, key, value, self.block_mask, scale)
-        return packed_attention_products(query, key, value, self, scale)
+        return choose_attention(AttentionShape.of(query, key)).attend((query, key, value), self, scale)
 
     @cached_property
     def logit_positions(self) -> Int64[Tensor, " positions"]:
@@ -66,10 +67,14 @@ class PackedBatch:
         last = [prompt.stop - 1 for prompt in self.prompt_slices]
         return send_list([*last, *range(self.prompt_slices[-1].stop, len(self.ids))], self.ids.device)
 
-    @cached_property
-    def batched_parts(self) -> list[BatchedPart]:
-        """The three kinds of attention as few batched ones, for `packed_attention_products`."""
-        return list(_batched_parts(self))
+    def parts(self, kernel: AttentionKernel) -> list[AttentionPart]:
+        """The three kinds of attention as calls of a kernel."""
+        kind = kernel.batches_prompts, kernel.takes_bias
+        if kind not in self._parts:
+            self._parts[kind] = list(_prompt_parts(self, kernel)) + [
+                AttentionPart(table, table, causal=True, merges=True) for table in self.completion_tables
+            ]
+        return self._parts[kind]
 
     @cached_property
     def block_mask(self) -> Any:
@@ -156,6 +161,13 @@ class CompletionTable:
         zeros[self.valid] = values.flatten(0, 1)[self.valid]
         return zeros.unflatten(0, self.table.shape)
 
+    def add_to(self, total: ByToken, values: ByRow) -> None:
+        """Add values of a table, which are zero in its padding, to those of the packed sequence."""
+        if isinstance(self.token_index, slice):
+            total[self.token_index] += values.flatten(0, 1)
+        else:
+            total.index_add_(0, self.table.flatten(), values.flatten(0, 1).to(total.dtype))
+
 
 def make_completion_tables(starts: Tensor, lengths: Tensor, device: torch.device) -> list[CompletionTable]:
     """One table for all lengths with the same number of binary digits, so that at most half of it is padding."""
@@ -178,155 +190,51 @@ def _make_table(starts: Tensor, lengths: Tensor, device: torch.device) -> Comple
     return CompletionTable(send(table, device), send(tokens, device), None if all_valid else send(valid, device))
 
 
-@dataclass(frozen=True)
-class PackedKernel:
-    """How attention over a packed sequence is computed on a type of device."""
-
-    name: Literal["flash", "flex", "products"]
-    reason: str
-    """Why not a faster one; empty where there is none."""
-
-
-@cache
-def _packed_kernel(device: torch.device) -> PackedKernel:
-    if traits(device).flash_with_lse:
-        return PackedKernel("flash", "")
-    if not traits(device).compiles_attention:
-        return PackedKernel("products", f"{device.type} has no attention kernel that torch compiles")
-    packed = pack_batch([[1, 2, 3], [4]], [[[5, 6], [7]], [[8, 9, 10]]], device)
-    query, key, value = (torch.randn(1, heads, len(packed.ids), 16, device=device) for heads in (4, 2, 2))
-    try:
-        flex = packed_attention_flex(query, key, value, packed.block_mask, 0.25)
-    except Exception as error:  # noqa: BLE001 - a compiler may raise anything
-        return PackedKernel("products", f"flex attention does not compile: {str(error).splitlines()[0]}")
-    if not torch.allclose(flex, packed_attention_products(query, key, value, packed, 0.25), rtol=0.02, atol=0.02):
-        return PackedKernel("products", "compiled flex attention gives other numbers than matrix products")
-    return PackedKernel("flex", "")
-
-
-def packed_kernel(device: torch.device) -> PackedKernel:
-    """The fastest kernel that works: torch's for the CPU, compiled flex attention if it compiles, else products."""
-    return _packed_kernel(torch.device(device.type))
-
-
-def packed_attention_flash(query: ByHead, key: ByHead, value: ByHead, packed: PackedBatch, scale: float) -> Tensor:
-    """Attention over a packed sequence by the CPU's flash kernels; no mask of its size is made."""
-    by_token = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out: Tensor = _PackedAttention.apply(*by_token, packed, scale)
-    return out[None]
-
-
-def packed_attention_flex(query: ByHead, key: ByHead, value: ByHead, block_mask: Any, scale: float) -> Tensor:
-    """The same by flex attention, which skips blocks without a visible key."""
-    out: Tensor = _flex(query.device.type)(
-        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
-    return out.transpose(1, 2)
-
-
-def packed_attention_products(query: ByHead, key: ByHead, value: ByHead, packed: PackedBatch, scale: float) -> Tensor:
-    """The same by matrix products, on any device: prompts and completions of similar length together."""
-    by_token = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out: Tensor = _PackedProducts.apply(*by_token, packed, scale)
-    return out[None]
-
-
-@cache
-def _flex(device_type: str) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
-
-
-class _PackedAttention(torch.autograd.Function):
-    """Prompts within themselves, completions to their prompt, completions within themselves: merged by log-sum-exp."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: TokensByHead, key: TokensByHead, value: TokensByHead, packed: PackedBatch, scale: float
-    ) -> TokensByHead:
-        out = query.new_empty(query.shape)
-        lse = out.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
-        for keys, queries, causal in _prompt_attention(packed):
-            part, part_lse = attend(
-                _heads(query[queries]), _heads(key[keys]), _heads(value[keys]), scale=scale, causal=causal
-            )
-            out[queries], lse[queries] = part[0].transpose(0, 1), part_lse[0].T
-        for table in packed.completion_tables:
-            inputs = (table.gather(tensor).transpose(1, 2) for tensor in (query, key, value))
-            outputs = attend(*inputs, scale=scale, causal=True)
-            part, part_lse = (table.scatter(tensor.transpose(1, 2)) for tensor in outputs)
-            tokens = table.token_index
-            prompt_part, prompt_lse = out[tokens], lse[tokens]
-            out[tokens] = merge_by_lse(prompt_part, prompt_lse, part, part_lse)
-            lse[tokens] = torch.logaddexp(prompt_lse, part_lse)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.packed, ctx.scale = packed, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse = ctx.saved_tensors
-        packed, scale, (grad,) = ctx.packed, ctx.scale, grads
-        grad_query, grad_key, grad_value = torch.empty_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for keys, queries, causal in _prompt_attention(packed):
-            inputs = _heads(grad[queries]), _heads(query[queries]), _heads(key[keys]), _heads(value[keys])
-            merged = _heads(out[queries]), lse[queries].T[None]
-            parts = attend_backward(*inputs, merged, scale=scale, causal=causal)
-            grad_query[queries] = parts[0][0].transpose(0, 1)
-            grad_key[keys] += parts[1][0].transpose(0, 1)
-            grad_value[keys] += parts[2][0].transpose(0, 1)
-        for table in packed.completion_tables:
-            table_query, table_key, table_value, table_out, table_lse = (
-                table.gather(tensor).transpose(1, 2) for tensor in (query, key, value, out, lse)
-            )
-            table_grad = table.zero_padding(table.gather(grad)).transpose(1, 2)
-            merged = table_out, table_lse
-            parts = attend_backward(table_grad, table_query, table_key, table_value, merged, scale=scale, causal=True)
-            for total, part in zip((grad_query, grad_key, grad_value), parts, strict=True):
-                total[table.token_index] += table.scatter(part.transpose(1, 2))
-        return grad_query, grad_key, grad_value, None, None
-
-
-def _prompt_attention(packed: PackedBatch) -> Iterator[tuple[slice, slice, bool]]:
-    """Attention to prompts, as (keys, queries, whether it is causal)."""
-    for prompt, completions in zip(packed.prompt_slices, packed.completion_slices, strict=True):
-        yield prompt, prompt, True
-        if completions.stop > completions.start:
-            yield prompt, completions, False
-
-
-def _heads(values: TokensByHead) -> ByHead:
-    return values.transpose(0, 1)[None]
-
-
 @dataclass(frozen=True, eq=False)
-class BatchedPart:
+class AttentionPart:
     """Attention of the tokens in a table to those in another one, line by line."""
 
     queries: CompletionTable
     keys: CompletionTable
     causal: bool
-    key_bias: Float[Tensor, "rows 1 1 longest"] | None
+    key_bias: Float[Tensor, "rows 1 1 longest"] | None = None
     """Hides the padding of keys, where it would be seen."""
+    merges: bool = False
+    """Whether its queries have attended to other keys in a part before."""
 
+    def scoring(self, scale: float) -> Scoring:
+        return Scoring(scale, self.causal, self.key_bias)
 
-def _batched_parts(packed: PackedBatch) -> Iterator[BatchedPart]:
-    device = packed.ids.device
-    starts, lengths = _bounds(packed.prompt_slices)
-    for table in make_completion_tables(starts, lengths, device):
-        yield BatchedPart(table, table, True, None)
-    used = [index for index, tokens in enumerate(packed.completion_slices) if tokens.stop > tokens.start]
-    prompts, completions = (
-        [parts[index] for index in used] for parts in (packed.prompt_slices, packed.completion_slices)
-    )
-    for indices in _similar_sizes(prompts, completions):
-        keys, queries = (
-            _make_table(*_bounds([parts[index] for index in indices]), device) for parts in (prompts, completions)
+    def gather(self, query: TokensByHead, key: TokensByHead, value: TokensByHead) -> Inputs:
+        """Queries, keys and values, [rows, heads, longest, width]."""
+        return (
+            self.queries.gather(query).transpose(1, 2),
+            self.keys.gather(key).transpose(1, 2),
+            self.keys.gather(value).transpose(1, 2),
         )
-        yield BatchedPart(queries, keys, False, _padding_bias([prompts[index] for index in indices], device))
-    for table in packed.completion_tables:
-        yield BatchedPart(table, table, True, None)
+
+
+def _prompt_parts(packed: PackedBatch, kernel: AttentionKernel) -> Iterator[AttentionPart]:
+    """Prompts within themselves, and completions to their prompt: prompt by prompt, or with few calls for all."""
+    device = packed.ids.device
+    used = [pair for pair in zip(packed.prompt_slices, packed.completion_slices, strict=True) if _length(pair[1])]
+    if kernel.batches_prompts:
+        within = make_completion_tables(*_bounds(packed.prompt_slices), device)
+        together = _similar_sizes(used, same_prompt_length=not kernel.takes_bias)
+    else:
+        within = [_make_table(*_bounds([prompt]), device) for prompt in packed.prompt_slices]
+        together = [[pair] for pair in used]
+    for table in within:
+        yield AttentionPart(table, table, causal=True)
+    for pairs in together:
+        prompts, completions = zip(*pairs, strict=True)
+        keys, queries = (_make_table(*_bounds(slices), device) for slices in (prompts, completions))
+        yield AttentionPart(queries, keys, causal=False, key_bias=_padding_bias(prompts, device))
+
+
+def _length(part: slice) -> int:
+    length: int = part.stop - part.start
+    return length
 
 
 def _bounds(slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
@@ -334,12 +242,14 @@ def _bounds(slices: Sequence[slice]) -> tuple[Tensor, Tensor]:
     return torch.tensor([part.start for part in slices]), torch.tensor([part.stop - part.start for part in slices])
 
 
-def _similar_sizes(prompts: Sequence[slice], completions: Sequence[slice]) -> list[list[int]]:
-    """Indices of those whose lengths have the same numbers of binary digits."""
-    by_size: dict[tuple[int, int], list[int]] = {}
-    for index, (prompt, own) in enumerate(zip(prompts, completions, strict=True)):
-        size = (prompt.stop - prompt.start).bit_length(), (own.stop - own.start).bit_length()
-        by_size.setdefault(size, []).append(index)
+def _similar_sizes(
+    pairs: Sequence[tuple[slice, slice]], *, same_prompt_length: bool
+) -> list[list[tuple[slice, slice]]]:
+    """Prompts and their completions whose lengths have the same numbers of binary digits, or the same prompt length."""
+    by_size: dict[tuple[int, int], list[tuple[slice, slice]]] = {}
+    for prompt, completions in pairs:
+        prompt_size = _length(prompt) if same_prompt_length else _length(prompt).bit_length()
+        by_size.setdefault((prompt_size, _length(completions).bit_length()), []).append((prompt, completions))
     return list(by_size.values())
 
 
@@ -351,52 +261,166 @@ def _padding_bias(prompts: Sequence[slice], device: torch.device) -> Tensor | No
     return send(torch.zeros(padding.shape).masked_fill_(padding, -torch.inf)[:, None, None], device)
 
 
-class _PackedProducts(torch.autograd.Function):
-    """As `_PackedAttention`, part after part of `batched_parts`; out = sum_i exp(lse_i - lse) out_i."""
+class _AttentionByParts(torch.autograd.Function):
+    """Prompts within themselves, completions to their prompt, completions within themselves: merged by log-sum-exp."""
 
     @staticmethod
     def forward(
-        ctx: Any, query: TokensByHead, key: TokensByHead, value: TokensByHead, packed: PackedBatch, scale: float
+        ctx: Any,
+        query: TokensByHead,
+        key: TokensByHead,
+        value: TokensByHead,
+        packed: PackedBatch,
+        scale: float,
+        kernel: AttentionKernel,
     ) -> TokensByHead:
-        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-        lse = out.new_full(query.shape[:2], -torch.inf, dtype=torch.promote_types(query.dtype, torch.float32))
-        for part in packed.batched_parts:
-            inputs = _table_inputs(part, query, key, value)
-            outputs = attention_eager(*inputs, scale=scale, causal=part.causal, bias=part.key_bias)
+        out = query.new_empty(query.shape)
+        lse = out.new_empty(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
+        parts, saved = packed.parts(kernel), []
+        for part in parts:
+            inputs, tokens = part.gather(query, key, value), part.queries.token_index
+            *outputs, kept = kernel.forward(inputs, part.scoring(scale))
             part_out, part_lse = (part.queries.scatter(tensor.transpose(1, 2)) for tensor in outputs)
-            tokens = part.queries.token_index
-            merged = torch.logaddexp(lse[tokens], part_lse)
-            kept, added = ((own - merged).exp_()[..., None].to(out.dtype) for own in (lse[tokens], part_lse))
-            out[tokens], lse[tokens] = out[tokens] * kept + part_out * added, merged
+            if part.merges:
+                before, lse_before = out[tokens], lse[tokens]
+                part_out = merge_by_lse(before, lse_before, part_out, part_lse)
+                part_lse = torch.logaddexp(lse_before, part_lse)
+            out[tokens], lse[tokens] = part_out, part_lse
+            saved.append(kept)
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.packed, ctx.scale = packed, scale
+        ctx.parts, ctx.saved, ctx.scale, ctx.kernel = parts, saved, scale, kernel
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        exact = lse.dtype
-        totals = [torch.zeros_like(tensor, dtype=exact) for tensor in (query, key, value)]
-        for part in ctx.packed.batched_parts:
+        totals = [torch.zeros_like(tensor, dtype=lse.dtype) for tensor in (query, key, value)]
+        for part, kept in zip(ctx.parts, ctx.saved, strict=True):
             queries = part.queries
-            inputs = _table_inputs(part, query, key, value)
             merged = queries.gather(out).transpose(1, 2), queries.gather(lse).transpose(1, 2)
             grad = queries.zero_padding(queries.gather(grads[0])).transpose(1, 2)
-            gradients = attention_eager_backward(
-                grad, *inputs, merged, scale=ctx.scale, causal=part.causal, bias=part.key_bias
-            )
-            # Padding repeats a token, with a gradient of zero.
+            inputs, scoring = part.gather(query, key, value), part.scoring(ctx.scale)
+            gradients = ctx.kernel.backward(grad, inputs, merged, kept, scoring)
             for total, table, gradient in zip(totals, (queries, part.keys, part.keys), gradients, strict=True):
-                total.index_add_(0, table.table.flatten(), gradient.transpose(1, 2).flatten(0, 1).to(exact))
-        return (*(total.to(query.dtype) for total in totals), None, None)
+                table.add_to(total, gradient.transpose(1, 2))
+        return (*(total.to(query.dtype) for total in totals), None, None, None)
 
 
-def _table_inputs(
-    part: BatchedPart, query: TokensByHead, key: TokensByHead, value: TokensByHead
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a part, [rows, heads, longest, width]."""
-    return (
-        part.queries.gather(query).transpose(1, 2),
-        part.keys.gather(key).transpose(1, 2),
-        part.keys.gather(value).transpose(1, 2),
-    )
+@dataclass(frozen=True)
+class ByParts:
+    """Attention over a packed sequence by a kernel that returns its log-sum-exp; no mask of its size is made."""
+
+    kernel: AttentionKernel = PRODUCTS
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def __call__(self, inputs: Inputs, packed: PackedBatch, scale: float) -> Tensor:
+        by_token = (tensor[0].transpose(0, 1) for tensor in inputs)
+        out: Tensor = _AttentionByParts.apply(*by_token, packed, scale, self.kernel)
+        return out[None]
+
+
+@dataclass(frozen=True)
+class Flex:
+    """The same by flex attention, compiled but on the CPU, which skips blocks without a visible key."""
+
+    name: str = "flex"
+
+    def __call__(self, inputs: Inputs, packed: PackedBatch, scale: float) -> Tensor:
+        query, key, value = inputs
+        out: Tensor = _flex(query.device.type)(
+            query, key, value, block_mask=packed.block_mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2)
+
+
+@cache
+def _flex(device_type: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention if device_type == "cpu" else torch.compile(flex_attention, dynamic=True)
+
+
+class AttentionShape(NamedTuple):
+    """What the choice of an attention kernel depends on."""
+
+    device_type: str
+    dtype: torch.dtype
+    heads: int
+    key_heads: int
+    width: int
+
+    @staticmethod
+    def of(query: Tensor, key: Tensor) -> AttentionShape:
+        return AttentionShape(query.device.type, query.dtype, query.shape[1], key.shape[1], query.shape[3])
+
+
+@dataclass(frozen=True)
+class ChosenAttention:
+    attend: ByParts | Flex
+    reason: str
+    """Why not those that would be tried before; empty where there are none."""
+
+    @property
+    def kernel(self) -> AttentionKernel:
+        """For attention to padded keys with a bias, as decoding needs it."""
+        kernel = self.attend.kernel if isinstance(self.attend, ByParts) else PRODUCTS
+        return kernel if kernel.takes_bias else PRODUCTS
+
+
+@cache
+def choose_attention(shape: AttentionShape) -> ChosenAttention:
+    """The first that agrees with matrix products: compiled flex attention, torch's fused kernels; else the products."""
+    device, wanted = torch.device(shape.device_type), os.environ.get(ATTENTION_VARIABLE)
+    names = ["flex", *(kernel.name for kernel in FUSED_KERNELS), PRODUCTS.name]
+    if wanted is not None and wanted not in names:
+        raise UserError(f"{ATTENTION_VARIABLE} is {wanted!r}: name one of {', '.join(names)}, or leave it unset.")
+    candidates: list[ByParts | Flex] = [Flex()] if traits(device).compiles_attention else []
+    candidates += [ByParts(kernel) for kernel in FUSED_KERNELS if kernel.is_on(device)]
+    reasons = [f"{device.type} has no other kernel"] if not candidates else []
+    if wanted is not None:
+        reasons.append(f"{ATTENTION_VARIABLE} is {wanted!r}")
+    for attend in candidates:
+        if wanted not in (None, attend.name):
+            continue
+        problem = disagreement(attend, shape)
+        if problem is None:
+            return ChosenAttention(attend, "; ".join(reasons))
+        reasons.append(f"{attend.name}: {problem}")
+    return ChosenAttention(ByParts(), "; ".join(reasons))
+
+
+_PROMPTS = [0] * 37, [1] * 3, [2] * 2, [3] * 2
+_COMPLETIONS = [[0] * 34, [1], []], [[2] * 3, [3] * 2], [[4] * 4], [[5] * 7]
+"""More tokens than 32, to which some pad; prompts of similar lengths, where a bias hides padding, and of the same."""
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.03}
+"""Largest accepted difference from matrix products, relative to the largest value."""
+
+
+def disagreement(attend: ByParts | Flex, shape: AttentionShape) -> str | None:
+    """How its outputs or gradients differ from those of matrix products, on a small packed batch; None if not."""
+    device, dtype, *heads, width = torch.device(shape.device_type), shape.dtype, *shape[2:]
+
+    def outputs(each: ByParts | Flex) -> list[Tensor]:
+        packed, generator = pack_batch(_PROMPTS, _COMPLETIONS, device), torch.Generator().manual_seed(0)
+        sizes = [(1, count, len(packed.ids), width) for count in (heads[0], heads[0], heads[1], heads[1])]
+        grad, query, key, value = (torch.randn(size, generator=generator).to(device, dtype) for size in sizes)
+        inputs = query.requires_grad_(), key.requires_grad_(), value.requires_grad_()
+        out = each(inputs, packed, width**-0.5)
+        return [out, *torch.autograd.grad(out, inputs, grad.transpose(1, 2))]
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            pairs = zip(outputs(attend), outputs(ByParts()), strict=True)
+            errors = torch.stack([(own - exact).abs().max() / exact.abs().max() for own, exact in pairs]).tolist()
+    except Exception as error:  # a compiler or a driver may raise anything
+        if is_out_of_memory(error):
+            raise
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')[:200]}"
+    names = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
+    for name, difference in zip(names, errors, strict=True):
+        if not difference <= _TOLERANCE[dtype]:
+            return f"its {name} differ by {difference:.1g} from those of matrix products"
+    return None

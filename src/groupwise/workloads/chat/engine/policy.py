@@ -31,6 +31,7 @@ from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.chat.engine.attention import AttentionLayout
 from groupwise.workloads.chat.engine.forward import HiddenStatesFn, shared_prefix_forward
 from groupwise.workloads.chat.engine.logprobs import OutputHead
+from groupwise.workloads.chat.engine.packing import AttentionShape
 from groupwise.workloads.hub import load_from_hub, resolve_model
 from groupwise.workloads.lora import add_lora, without_lora
 
@@ -75,6 +76,15 @@ class LanguageModelPolicy(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+    @property
+    def attention_shape(self) -> AttentionShape:
+        """Of the queries and keys that its layers attend with."""
+        config, dtype = self.causal_lm.config.get_text_config(), getattr(torch, self.config.dtype)
+        heads = config.num_attention_heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return AttentionShape(self.device.type, dtype, heads, key_heads, width)
 
     @property
     def max_positions(self) -> int | None:
