@@ -82,6 +82,8 @@ class FusedKernel:
     batches_prompts: bool = True
     shares_key_heads: bool = False
     """Takes fewer key heads than heads; else keys and values are repeated for each head."""
+    lse_needs_gradient: bool = False
+    """XPU's computes the log-sum-exp only for inputs that require a gradient."""
     width_multiple: int = 1
     """Head widths are padded with zeros to a multiple of it."""
 
@@ -92,11 +94,8 @@ class FusedKernel:
         return all(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key) for name in names)
 
     def forward(self, inputs: Inputs, scoring: Scoring) -> tuple[Queries, LogSumExp, Any]:
-        query, key, value = self._adapt(inputs)
-        # XPU's computes the log-sum-exp only for inputs that require a gradient.
-        with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
-            query = query.detach().requires_grad_()
-            out, lse, *others = _call(self.operation, _arguments((query, key, value), scoring))
+        call = _call_requiring_gradient if self.lse_needs_gradient else _call
+        out, lse, *others = call(self.operation, _arguments(self._adapt(inputs), scoring))
         kept = {name: others[index] for name, index in _kept_results(self.operation)}
         queries, width = inputs[0].shape[2:]
         unpadded = lse if lse.shape[2:] == (queries,) else lse.flatten(2)[..., :queries]
@@ -179,6 +178,12 @@ def _call(operation: str, given: dict[str, Any]) -> tuple[Any, ...]:
     return results
 
 
+def _call_requiring_gradient(operation: str, given: dict[str, Any]) -> tuple[Any, ...]:
+    """As if the query required a gradient; none is recorded."""
+    with torch.enable_grad(), torch._C._AutoDispatchBelowAutograd():
+        return _call(operation, given | {"query": given["query"].detach().requires_grad_()})
+
+
 FUSED_KERNELS = (
     FusedKernel(
         "flash-cpu",
@@ -192,8 +197,9 @@ FUSED_KERNELS = (
         "_scaled_dot_product_fused_attention_overrideable",
         takes_bias=True,
         shares_key_heads=True,
+        lse_needs_gradient=True,
     ),
-    FusedKernel("overrideable-plain", "_scaled_dot_product_fused_attention_overrideable"),
+    FusedKernel("overrideable-plain", "_scaled_dot_product_fused_attention_overrideable", lse_needs_gradient=True),
     FusedKernel("flash", "_scaled_dot_product_flash_attention", shares_key_heads=True, width_multiple=8),
     FusedKernel("efficient", "_scaled_dot_product_efficient_attention", width_multiple=8),
 )
