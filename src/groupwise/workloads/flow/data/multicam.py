@@ -90,8 +90,8 @@ def read_metadata(folder: Path) -> Records:
             ) from error
         except csv.Error as error:
             raise UserError(
-                f"{path}, line {reader.reader.line_num} is not CSV ({error}): a text in double quotes must end with one, and"
-                " a quote in it is written twice. Fix it."
+                f"{path}, line {reader.reader.line_num} is not CSV ({error}): a text in double quotes must end with"
+                " one, and a quote in it is written twice. Fix it."
             ) from error
     if not {"file_name", "text"} <= set(header):
         raise UserError(
