@@ -73,8 +73,8 @@ def _write(transformer: Any, folder: Path, name: str, settings: Mapping[str, Any
     has_camera = isinstance(transformer, WanTransformer3DModel) and bool(camera_weights(transformer))
     if adapter and has_camera:
         raise UserError(
-            "The adapter is on camera layers, too, which no pipeline of diffusers has. Export with merge=True: it"
-            f" writes {CAMERA_CHECKPOINT}, which ReCamMaster and --workload.camera-layers load."
+            "The adapter is on camera layers, too, which no pipeline of diffusers has. Leave --adapter out (from"
+            f" Python: merge=True): {CAMERA_CHECKPOINT} is written, for ReCamMaster and --workload.camera-layers."
         )
     if adapter:
         _write_adapter(transformer, folder if name == _NAMES[0] else folder / name, settings)

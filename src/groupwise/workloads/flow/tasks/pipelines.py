@@ -163,8 +163,8 @@ class RecamConfig(PipelineConfig):
     width: int = 832
     """Width of the generated clips, in pixels."""
     camera_layers: Path | None = None
-    """Trained camera layers: ReCamMaster's .ckpt, a .safetensors file, or a checkpoint folder of a run; None starts
-    from layers that leave the base model unchanged."""
+    """Trained camera layers: ReCamMaster's .ckpt, a .safetensors file, the recam.ckpt of `groupwise export`, or a
+    checkpoint folder of a run without LoRA; None starts from layers that leave the base model unchanged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
