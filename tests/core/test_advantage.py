@@ -31,6 +31,20 @@ def test_by_hand():
     assert_close(advantages([0.0, 0.0, 3.0], [0, 0, 0], clip=1.0).values.tolist(), [-(0.5**0.5), -(0.5**0.5), 1.0])
 
 
+FLOW_GRPO = {
+    "group_std": (-0.8164299, 0.0, 0.2293105, 0.2293105, 1.6328598, 1.1465526, -0.8164299, -1.6051736),
+    "batch_std": (-0.8529240, 0.0, 0.0426462, 0.0426462, 1.7058480, 0.2132310, -0.8529240, -0.2985234),
+}
+"""What stat_tracking.py of zhtmike/flow_grpo@9745241 gave, the second as global_std; 1e-4 is added to the std."""
+
+
+@pytest.mark.parametrize("kind", FLOW_GRPO)
+def test_advantages_are_those_of_flow_grpo(kind):
+    rewards, prompts = torch.tensor([1.0, 2.0, 0.5, 0.5, 4.0, 0.7, 1.0, 0.1]).double(), [0, 0, 1, 1, 0, 1, 0, 1]
+    ours = group_advantages(rewards, torch.tensor(prompts), AdvantageConfig(kind=kind, eps=1e-4)).values
+    assert_close(ours, torch.tensor(FLOW_GRPO[kind]).double(), rtol=0, atol=1e-6)
+
+
 @st.composite
 def rewarded(draw):
     rows = draw(st.integers(1, 24))

@@ -103,14 +103,36 @@ def test_whole_transformers_and_averaged_weights(folders, tmp_path):
 def test_camera_layers_become_a_checkpoint_of_recammaster(wan, data, tmp_path):
     config = tiny_recam(wan, data)
     run = trained(tmp_path / "run", config)
-    with pytest.raises(gw.UserError, match="Export with merge=True: it writes recam"):
+    with pytest.raises(gw.UserError, match=r"Leave --adapter out .*merge=True\): recam\.ckpt is written"):
         export(tmp_path / "run", tmp_path / "out")
-    export(tmp_path / "run", tmp_path / "out", merge=True)
+    own = replace(config, camera_layers=tmp_path / "run" / "checkpoints" / "step-000002")
+    with pytest.raises(
+        gw.UserError, match=r"`groupwise export RUN FOLDER` merges it .* the recam\.ckpt that it writes"
+    ):
+        own.build(CPU)
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     names = read_weights(tmp_path / "out" / "recam.ckpt")
     assert {"blocks.0.cam_encoder.weight", "blocks.1.self_attn.q.weight", "head.modulation"} <= names.keys()
     again = replace(config, camera_layers=tmp_path / "out" / "recam.ckpt").build(CPU)
     assert any(weight.abs().max() > 0 for weight in camera_weights(again.policy).values())
     assert_close(outputs(again), outputs(run), rtol=0, atol=1e-5)
+
+
+def test_the_command_writes_what_the_function_writes(folders, tmp_path):
+    run = tmp_path / "run"
+    trained(run, config_of(folders("sd3"), "sd3"), ema_decay=0.5)
+    cases = [
+        (["--adapter"], {"ema": True}),
+        (["--adapter", "--weights", "trained"], {}),
+        (["--weights", "averaged"], {"ema": True, "merge": True}),
+    ]
+    for number, (flags, options) in enumerate(cases):
+        command, function = tmp_path / f"command{number}", tmp_path / f"function{number}"
+        assert main(["export", str(run), str(command), *flags]) == 0
+        export(run, function, **options)
+        (ours,), (theirs,) = (list(folder.rglob("*.safetensors")) for folder in (command, function))
+        assert ours.relative_to(command) == theirs.relative_to(function)
+        assert_close(read_weights(ours), read_weights(theirs), rtol=0, atol=0)
 
 
 def test_what_cannot_be_exported_is_refused(wan, data, tmp_path):

@@ -27,10 +27,10 @@ from groupwise.workloads.flow.models.camera_layers import add_camera_layers, cam
 from groupwise.workloads.flow.models.checkpoints import load_camera_layers, original_state
 from groupwise.workloads.flow.models.pipeline_folder import diffusers_class, load_transformer, read_index
 from groupwise.workloads.flow.models.trained_parts import select_trained_parameters
+from groupwise.workloads.flow.models.wan import HIGH_NOISE, LOW_NOISE
 from groupwise.workloads.lora import merge_lora
 
 CAMERA_CHECKPOINT = "recam.ckpt"
-_NAMES = ("transformer", "transformer_2")
 
 
 @dataclass(frozen=True)
@@ -73,11 +73,11 @@ def _write(transformer: Any, folder: Path, name: str, settings: Mapping[str, Any
     has_camera = isinstance(transformer, WanTransformer3DModel) and bool(camera_weights(transformer))
     if adapter and has_camera:
         raise UserError(
-            "The adapter is on camera layers, too, which no pipeline of diffusers has. Export with merge=True: it"
-            f" writes {CAMERA_CHECKPOINT}, which ReCamMaster and --workload.camera-layers load."
+            "The adapter is on camera layers, too, which no pipeline of diffusers has. Leave --adapter out (from"
+            f" Python: merge=True): {CAMERA_CHECKPOINT} is written, for ReCamMaster and --workload.camera-layers."
         )
     if adapter:
-        _write_adapter(transformer, folder if name == _NAMES[0] else folder / name, settings)
+        _write_adapter(transformer, folder if name == HIGH_NOISE else folder / name, settings)
         return
     if hasattr(transformer, "peft_config"):
         merge_lora(transformer)
@@ -106,7 +106,7 @@ def _load_transformers(settings: Mapping[str, Any], train: TrainedPartsConfig) -
     folder = Path(settings["pipeline"])
     index = read_index(folder)
     loaded = {}
-    for name in _NAMES:
+    for name in (HIGH_NOISE, LOW_NOISE):
         listed = index.get(name)
         class_name = listed[1] if isinstance(listed, list) and len(listed) == 2 else None
         if class_name is None:

@@ -100,10 +100,47 @@ def test_the_dataset_is_read_from_its_folder(tmp_path):
         source = condition.source_file.path.stem
         assert source != f"cam0{index}"
         assert torch.equal(condition.camera, target_poses(FILE, target=f"cam0{index}", source=source)[:2])
-    named = (folder / "metadata.csv").read_text().replace("file_name,text", "file_name,text,source")
-    (folder / "metadata.csv").write_text(named.replace("with cam01", "with cam01,cam03").replace("cam03\n", "cam03,\n"))
+    header, *rows = (folder / "metadata.csv").read_text().splitlines()
+    named = [f"{header},source", *(f"{row},{source}" for row, source in zip(rows, ("cam03", "", ""), strict=True))]
+    (folder / "metadata.csv").write_text("\n".join(named))
     first = read_conditions(str(folder), RowFilter("refuse", "--x"), ClipFormat((16, 16), frames=5))[0]
     assert torch.equal(first.camera, target_poses(FILE, target="cam01", source="cam03")[:2])
+
+
+CLIP = "f18_aperture10/scene1/videos/cam01.mp4"
+BAD_METADATA = [
+    (f"file_name,text\n{CLIP},a street, with cars\n", r"line 2: it has 3 values for the 2 columns file_name, text"),
+    (f"file_name,text,weather\n\n{CLIP},a street\n", r"line 3: it has 2 values for the 3 columns"),
+    ("file_name,text\n,a street\n", "its file_name is empty: it must be the path of a clip below train/"),
+    (f"file_name,text,source\n{CLIP},,../cam02\n", r"its source is '\.\./cam02': it must be the name of a camera"),
+    (f'file_name,text\n{CLIP},"a street\n{CLIP},a wall\n', "line 3 is not CSV .* must end with one"),
+    (f'file_name,text\n{CLIP},"a street" in rain\n', "line 2 is not CSV .* written twice"),
+    (f"file_name,caption\n{CLIP},a street\n", "columns 'file_name', 'caption': it needs file_name and text"),
+    ("", "has the columns none: it needs file_name and text"),
+    ("file_name,text\n", "holds a header alone.* Add at least one"),
+    ("file_name,text\n,Stra\xdfe\n".encode("latin-1"), "the byte 0xdf .* must be UTF-8. Save it"),
+    ("file_name,text\n".encode("utf-16"), "must be UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD_METADATA)
+def test_metadata_that_cannot_be_used_is_refused(tmp_path, content, message):
+    folder = save_scene(tmp_path)
+    (folder / "metadata.csv").write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(gw.UserError, match=message) as refused:
+        read_conditions(str(folder), RowFilter("refuse", "--x"))
+    assert "\n" not in str(refused.value)
+
+
+def test_metadata_of_a_spreadsheet_is_read_and_bad_rows_are_skipped(tmp_path):
+    """A byte order mark, CRLF, quoted commas, quotes and line ends; `skip` leaves a bad row out."""
+    folder, row_filter = save_scene(tmp_path), RowFilter("skip", "--x")
+    rows = ["file_name,text,weather", f"{CLIP},a street, with cars,dry", f'{CLIP},"a ""wet"" street,\nat night",rain']
+    (folder / "metadata.csv").write_bytes("\r\n".join(rows).encode("utf-8-sig"))
+    (condition,) = read_conditions(str(folder), row_filter)
+    assert condition.prompt == 'a "wet" street,\nat night'
+    assert condition.reward_columns == {"weather": "rain"}
+    assert row_filter.skipped == {"row of another length": 1}
 
 
 def test_rows_name_a_camera_file_and_its_cameras(tmp_path):

@@ -1,11 +1,16 @@
 """Which steps are sampled and trained."""
 
+import json
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import groupwise as gw
 from groupwise.workloads.flow.sampling.schedule import SamplingConfig, WindowConfig, noise_levels, window_at
+
+REFERENCE = json.loads((Path(__file__).parent.parent / "reference" / "dance_mix_kl.json").read_text())
 
 
 def windows(steps, count, **window):
@@ -28,6 +33,19 @@ def test_levels_by_hand():
         0.75,
         0.0,
     ]
+
+
+def test_levels_are_those_of_dancegrpo():
+    levels = noise_levels(SamplingConfig(num_inference_steps=20, shift=3.0))
+    assert levels == pytest.approx(REFERENCE["dancegrpo"]["sigmas"], abs=2e-7)  # float32
+
+
+def test_windows_are_those_of_mixgrpo():
+    """Its published script over the 23 of 25 steps that it trains: windows of 4 that move on by one."""
+    published = REFERENCE["mixgrpo"]["windows"]
+    steps, size, starts = (published[name] for name in ("sampling_steps", "size", "starts"))
+    window = {"kind": "sliding", "share": 23 / 25, "size": size, "every": published["iters_per_group"]}
+    assert windows(steps, len(starts), **window) == [list(range(start, start + size)) for start in starts]
 
 
 @given(

@@ -122,11 +122,59 @@ def test_no_gradient_flows_through_the_sample():
     assert_close(mean.grad, torch.full((1, 3), 1 / 3))
 
 
-REFERENCE = json.loads((Path(__file__).parent.parent / "reference" / "flow_grpo_steps.json").read_text())
+FOLDER = Path(__file__).parent.parent / "reference"
+REFERENCE = json.loads((FOLDER / "flow_grpo_steps.json").read_text())
+OTHERS = json.loads((FOLDER / "dance_mix_kl.json").read_text())
+DANCE, MIX, KL = (OTHERS[name] for name in ("dancegrpo", "mixgrpo", "flow_grpo_kl"))
 
 
 def tensor_of(entry):
     return torch.tensor(entry["data"]).view(entry["shape"])
+
+
+def levels_of(sigma):
+    return torch.full((2,), sigma)
+
+
+def step_of(stepper, eta, sigma, sigma_next):
+    """From the inputs that DanceGRPO and MixGRPO were given, on their schedule."""
+    interval = NoiseInterval(levels_of(sigma), levels_of(sigma_next), eta, DANCE["sigmas"][1])
+    return stepper(tensor_of(DANCE["sample"]), tensor_of(DANCE["velocity"]), interval)
+
+
+@pytest.mark.parametrize("index", range(len(DANCE["steps"])))
+def test_steps_are_those_of_dancegrpo(index):
+    step = DANCE["steps"][index]
+    transition = step_of(dance_sde, step["eta"], step["sigma"], step["sigma_next"])
+    assert_close(transition.mean, tensor_of(step["mean"]), rtol=0, atol=1e-6)
+    assert_close(transition.std, levels_of(step["std"]), rtol=1e-6, atol=0)
+    logp = transition_logprob(tensor_of(step["prev_sample"]), transition)
+    assert_close(logp, tensor_of(step["log_prob"]), rtol=0, atol=2e-6)
+
+
+def test_steps_are_those_of_mixgrpo():
+    """Its dance step leaves out the two constants of the density, which no ratio sees; DanceGRPO's own has them."""
+    sigma, sigma_next = DANCE["sigmas"][MIX["index"] :][:2]
+    sample, expected = tensor_of(MIX["prev_sample"]), MIX["flow_grpo_step"]
+    transition = step_of(flow_sde, expected["eta"], sigma, sigma_next)
+    assert_close(transition.mean, tensor_of(expected["mean"]), rtol=0, atol=1e-6)
+    assert_close(transition.std, levels_of(expected["std"]), rtol=1e-6, atol=0)
+    assert_close(transition_logprob(sample, transition), tensor_of(expected["log_prob"]), rtol=0, atol=2e-6)
+    expected = MIX["dance_grpo_step"]
+    transition = step_of(dance_sde, expected["eta"], sigma, sigma_next)
+    logp = transition_logprob(sample, transition)
+    assert_close(logp, tensor_of(expected["log_prob_of_dancegrpo"]), rtol=0, atol=5e-6)
+    constants = transition.std.log() + math.log(2 * math.pi) / 2
+    assert_close(logp + constants, tensor_of(expected["log_prob"]), rtol=0, atol=5e-6)
+
+
+def test_the_divergence_is_that_of_flow_grpo_for_wan():
+    """Its newer one for SD3 leaves |dt| out of the variance."""
+    mean, reference = tensor_of(KL["mean"]), tensor_of(KL["ref_mean"])
+    noise_scale, root = torch.tensor(KL["noise_scale"]), KL["sqrt_minus_dt"]
+    for std, expected in ((noise_scale * root, KL["wan_kl"]), (noise_scale, KL["sd3_kl"])):
+        kl = transition_kl(Transition(mean, std), Transition(reference, std))
+        assert kl.mean().item() == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("index", range(len(REFERENCE["steps"])))

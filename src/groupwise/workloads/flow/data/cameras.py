@@ -71,22 +71,3 @@ def _cross_matrix(vector: Float[Tensor, "*batch 3"]) -> Float[Tensor, "*batch 3 
     x, y, z = vector.unbind(-1)
     zero = torch.zeros_like(x)
     return torch.stack([zero, -z, y, z, zero, -x, -y, x, zero], dim=-1).unflatten(-1, (3, 3))
-
-
-def rotation_errors(estimated: CameraPath, target: CameraPath) -> Float[Tensor, "*batch frames"]:
-    """The angle, in radians, between two cameras at the same frames."""
-    rotation, target_rotation = split_pose(estimated)[0], split_pose(target)[0]
-    # |R - R'| = 2 sqrt(2) sin(angle / 2): exact for small angles, where the arc cosine of the trace is not
-    chord = (rotation - target_rotation).flatten(-2).norm(dim=-1) / 8**0.5
-    return 2 * torch.asin(chord.clamp(max=1.0))
-
-
-def translation_errors(estimated: CameraPath, target: CameraPath) -> Float[Tensor, "*batch frames"]:
-    """Distances between two cameras at the same frames, after fitting one scale per estimated path.
-
-    The scale is not negative: a camera that moves the opposite way is as wrong as one that stays.
-    """
-    moved, wanted = split_pose(estimated)[1], split_pose(target)[1]
-    axes = (-2, -1)
-    scale = (moved * wanted).sum(axes, keepdim=True) / (moved * moved).sum(axes, keepdim=True).clamp(min=1e-12)
-    return (scale.clamp(min=0) * moved - wanted).norm(dim=-1)

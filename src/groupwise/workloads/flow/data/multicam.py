@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import random
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,11 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
 from groupwise.core.units import format_bytes
-from groupwise.data.rows import BadRow, Record
+from groupwise.data.rows import BadRow, Record, Records
 
 METADATA = "metadata.csv"
+_BEYOND = "beyond the header"
+"""Values of a row for which there are no columns."""
 FRAMES_PER_LATENT = 4
 """The VAE joins four video frames; a latent frame has the pose of the last of them (of the first frame: its own)."""
 Poses = NDArray[np.float64]
@@ -73,20 +75,42 @@ def camera_poses(cameras: Mapping[str, Any], name: str, file: Path) -> Poses:
     return poses
 
 
-def multicam_rows(folder: Path) -> Iterator[tuple[int, Record]]:
-    """A condition of each clip that metadata.csv names: that clip's path, and another clip of its scene as the source.
+def read_metadata(folder: Path) -> Records:
+    """The rows of metadata.csv as they are: see `multicam_row`."""
+    path = folder / METADATA
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, restkey=_BEYOND, strict=True)
+        try:
+            header = list(reader.fieldnames or ())
+            lines = [(row, reader.line_num) for row in reader]
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{path} holds the byte 0x{error.object[error.start]:02x} where UTF-8 has none: it must be UTF-8. Save"
+                " it again in that encoding."
+            ) from error
+        except csv.Error as error:
+            raise UserError(
+                f"{path}, line {reader.reader.line_num} is not CSV ({error}): a text in double quotes must end with"
+                " one, and a quote in it is written twice. Fix it."
+            ) from error
+    if not {"file_name", "text"} <= set(header):
+        raise UserError(
+            f"{path} has the columns {', '.join(map(repr, header)) or 'none'}: it needs file_name and text. Name them"
+            " in its first line."
+        )
+    if not lines:
+        raise UserError(f"{path} holds a header alone: it must name the clips, one a line. Add at least one.")
+    rows, numbers = zip(*lines, strict=True)
+    return Records(rows, [f"{path}, line {number}" for number in numbers], numbers)
+
+
+def multicam_row(folder: Path, row: Record) -> Record:
+    """A condition of a row of metadata.csv: its clip's path, and another clip of its scene as the source.
 
     The source is drawn from the other cameras of the scene by the clip's name: always the same. A column `source`
     (such as cam03) names it instead.
     """
-    with (folder / METADATA).open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
-        if not {"file_name", "text"} <= set(rows.fieldnames or ()):
-            raise UserError(f"{folder / METADATA} has the columns {rows.fieldnames}: it needs file_name and text.")
-        yield from ((number, _row(folder, row)) for number, row in enumerate(rows, start=2))
-
-
-def _row(folder: Path, row: Mapping[str, str]) -> Record:
+    _check(row)
     columns = {name: value for name, value in row.items() if name not in ("file_name", "text", "source")}
     clip = Path("train") / row["file_name"]
     scene = clip.parent.parent
@@ -98,6 +122,22 @@ def _row(folder: Path, row: Mapping[str, str]) -> Record:
         "video": str(clip.with_stem(source)),
         "camera": {**camera, "source": source},
     }
+
+
+def _check(row: Record) -> None:
+    header = [name for name in row if name != _BEYOND]
+    values = len(header) + len(row.get(_BEYOND, ())) - sum(row[name] is None for name in header)
+    if values != len(header):
+        raise BadRow(
+            "row of another length",
+            f"it has {values} values for the {len(header)} columns {', '.join(header)}: a text with commas must be in"
+            " double quotes.",
+        )
+    if not row["file_name"]:
+        raise BadRow("without a clip", "its file_name is empty: it must be the path of a clip below train/.")
+    source = row.get("source")
+    if source and Path(source).name != source:
+        raise BadRow("unknown source", f"its source is '{source}': it must be the name of a camera, such as cam03.")
 
 
 def _draw_source(videos: Path, clip: Path) -> str:

@@ -19,9 +19,9 @@ from torch import Tensor
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
 from groupwise.core.units import format_bytes
-from groupwise.data.rows import BadRow, Record, Records, RowFilter, format_counts, read_rows, require_columns
+from groupwise.data.rows import BadRow, Record, RowFilter, format_counts, read_rows, require_columns
 from groupwise.workloads.flow.data.clips import ClipFormat, open_clip
-from groupwise.workloads.flow.data.multicam import METADATA, multicam_rows, target_poses
+from groupwise.workloads.flow.data.multicam import METADATA, multicam_row, read_metadata, target_poses
 from groupwise.workloads.flow.task import Condition
 
 _CONDITION_COLUMNS = ("prompt", "video", "camera")
@@ -32,22 +32,19 @@ _MAX_POSES = 100_000
 def read_conditions(dataset: str, row_filter: RowFilter, clips: ClipFormat = ClipFormat()) -> list[Condition]:  # noqa: B008
     """The conditions of a dataset: rows, or a folder of MultiCamVideo with its metadata.csv."""
     path = Path(dataset).expanduser()
-    records = _multicam_records(path) if (path / METADATA).is_file() else read_rows(dataset, row_filter)
+    is_multicam = (path / METADATA).is_file()
+    records = read_metadata(path) if is_multicam else read_rows(dataset, row_filter)
     folder = path if path.is_dir() else path.parent if path.exists() else Path()
     conditions = []
     for row, source, number in zip(records.rows, records.sources, records.numbers, strict=True):
         try:
-            conditions.append(_condition(row, folder, f"{path.name}:{number}", clips))
+            record = multicam_row(folder, row) if is_multicam else row
+            conditions.append(_condition(record, folder, f"{path.name}:{number}", clips))
         except BadRow as bad:
             row_filter.reject(source, bad)
     if not conditions:
         raise UserError(f"No row of {dataset} can be used: {format_counts(row_filter.skipped)}.")
     return conditions
-
-
-def _multicam_records(folder: Path) -> Records:
-    numbers, rows = zip(*multicam_rows(folder), strict=True)
-    return Records(rows, [f"{folder / METADATA}, line {number}" for number in numbers], numbers)
 
 
 def _condition(row: Record, folder: Path, name: str, clips: ClipFormat) -> Condition:

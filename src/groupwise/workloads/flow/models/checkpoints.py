@@ -95,7 +95,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:
     """Load camera layers, and whatever else of the transformer a file holds, by diffusers' or the original names.
 
-    `path` may be a checkpoint folder of a run that trained them.
+    `path` may be a checkpoint folder of a run that trained them; that of an adapter is refused.
     """
     if path.is_dir() and is_in_parts(path):
         weights = dict(checkpoint_weights(path, ema=False))
@@ -137,8 +137,8 @@ def _check_names(transformer: WanTransformer3DModel, saved: Mapping[str, Tensor]
     own = {name for name, _ in transformer.named_parameters()} | {name for name, _ in transformer.named_buffers()}
     if any(".lora_" in name for name in saved):
         raise UserError(
-            f"{path} holds a LoRA adapter, not camera layers. Merge it first: export(RUN, FOLDER, merge=True) of"
-            " groupwise.workloads.flow.export writes a recam.ckpt."
+            f"{path} holds a LoRA adapter, not camera layers. `groupwise export RUN FOLDER` merges it into the model:"
+            " give the recam.ckpt that it writes."
         )
     missing = sorted(camera_weights(transformer).keys() - saved.keys())
     unknown = sorted(saved.keys() - own)

@@ -52,9 +52,13 @@ class ImageModel(FlowModel):
         device: torch.device,
         dtype: str = "bfloat16",
         negative_prompt: str = "",
+        guidance_embedding: float = 3.5,
     ):
+        """`guidance_embedding` is given to transformers that were distilled for a guidance scale."""
         self._folder, self.device, self._negative_prompt = folder, device, negative_prompt
         self.policy: Any = load_transformer(getattr(diffusers, self.transformer_name), folder, dtype, device)
+        has_guidance = getattr(self.policy.config, "guidance_embeds", False)
+        self._guidance = guidance_embedding if has_guidance else None
         self._reference = select_trained_parameters(self.policy, train)
         self.pipeline = load_pipeline_without_transformer(getattr(diffusers, self.pipeline_name), folder, dtype)
         latent_size = latent_image_size(*size, self.pipeline.vae_scale_factor)
@@ -154,10 +158,6 @@ class FluxModel(ImageModel):
     pipeline_name, transformer_name = "FluxPipeline", "FluxTransformer2DModel"
     guides_in_one_pass = False
 
-    def __init__(self, folder: Path, size: tuple[int, int], *, guidance_embedding: float = 3.5, **settings: Any):
-        super().__init__(folder, size, **settings)
-        self._guidance = guidance_embedding if self.policy.config.guidance_embeds else None
-
     def _encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         text, pooled, _ = self.pipeline.encode_prompt(
             prompts, None, device=self.device, max_sequence_length=text_length(self.pipeline)
@@ -190,6 +190,13 @@ class QwenImageModel(ImageModel):
 
     pipeline_name, transformer_name = "QwenImagePipeline", "QwenImageTransformer2DModel"
     guides_in_one_pass = False
+
+    def __init__(self, folder: Path, size: tuple[int, int], **settings: Any):
+        super().__init__(folder, size, **settings)
+        if self._guidance is not None:
+            raise UserError(
+                f"{folder} is distilled for a guidance scale, which Qwen-Image has not. Take the released one."
+            )
 
     def _encode_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """Padded to the longest prompt that the pipeline takes, so that rows can be stacked; passes cut it again."""
@@ -238,14 +245,7 @@ IMAGE_MODELS: dict[str, type[ImageModel]] = {
 
 def load_image_model(folder: Path, size: tuple[int, int], **settings: Any) -> ImageModel:
     """The model of a pipeline folder, by the class of its pipeline."""
-    model = IMAGE_MODELS[pipeline_class(folder, IMAGE_MODELS)]
-    guidance = settings.pop("guidance_embedding", None)
-    if model is FluxModel and guidance is not None:
-        settings["guidance_embedding"] = guidance
-    loaded: ImageModel = model(folder, size, **settings)
-    if getattr(loaded.policy.config, "guidance_embeds", False) and model is QwenImageModel:
-        raise UserError(f"{folder} is distilled for a guidance scale, which Qwen-Image has not. Take the released one.")
-    return loaded
+    return IMAGE_MODELS[pipeline_class(folder, IMAGE_MODELS)](folder, size, **settings)
 
 
 def pack(latents: Float[Tensor, "rows channels height width"]) -> PackedLatents:

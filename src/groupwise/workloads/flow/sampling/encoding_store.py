@@ -6,6 +6,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors
@@ -40,19 +41,19 @@ class EncodingStore:
     def read(self, key: str) -> Encoding | None:
         """The encoding of this key; None where there is none. A damaged file is deleted, with a warning."""
         path = self._path(key)
-        if not path.exists():
-            return None
         try:
             tensors = load(read_bytes(path, max_bytes=self._max_bytes))
             intact = tensors.pop(_CHECKSUM).numpy().tobytes() == _checksum(tensors)
-        except (UserError, KeyError, ValueError, safetensors.SafetensorError):
+        except (UserError, KeyError, ValueError, safetensors.SafetensorError) as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
             intact = False
         if not intact:
-            if path.exists():  # else another process has just dropped it
-                warnings.warn(f"{path} is damaged: it is deleted and encoded again.", stacklevel=2)
-                path.unlink(missing_ok=True)
+            warnings.warn(f"{path} is damaged: it is deleted and encoded again.", stacklevel=2)
+            path.unlink(missing_ok=True)
             return None
-        os.utime(path)
+        with suppress(FileNotFoundError):  # another process has just dropped it
+            os.utime(path)
         return tensors
 
     def write(self, key: str, encoding: Encoding) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from groupwise.core.errors import UserError, require
 from groupwise.core.io.files import cache_folder, parse_json
@@ -68,8 +68,24 @@ class PipelineConfig(FlowConfig):
         gib = self.encoding_cache_gib
         require(0 <= gib <= 2**20, "workload.encoding_cache_gib", gib, "from 0 (none) to 1048576")
 
+    @property
+    def num_frames(self) -> int | None:
+        """Of a clip; None for images."""
+        return None
+
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         raise NotImplementedError(f"{type(self).__name__} must define model(folder, device)")
+
+    def memory_model(self) -> FlowMemory:
+        raise NotImplementedError(f"{type(self).__name__} must define memory_model()")
+
+    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
+        from groupwise.workloads.flow.trace import trace_flow
+
+        return trace_flow(read_transformer_config(_given(self.pipeline)), self.train, self.memory_model(), spec)
+
+    def _model_settings(self, device: torch.device) -> dict[str, Any]:
+        return {"train": self.train, "device": device, "dtype": self.dtype, "negative_prompt": self.negative_prompt}
 
     def task(self, device: torch.device) -> FlowTask:
         from groupwise.rewards.load import load_reward_functions
@@ -83,7 +99,7 @@ class PipelineConfig(FlowConfig):
         assert self.pipeline is not None
         assert self.data is not None
         rewards = load_reward_functions(self.rewards)
-        is_video = isinstance(self, WanConfig | RecamConfig)
+        is_video = self.num_frames is not None
         notes: list[str] = []
         model = self.model(self.pipeline, device)
         if self.encoding_cache_gib:
@@ -103,7 +119,7 @@ class PipelineConfig(FlowConfig):
         from groupwise.workloads.flow.data.rows import read_conditions
 
         row_filter = RowFilter(self.on_bad_row, "--workload.on-bad-row")
-        clips = ClipFormat((self.height, self.width), getattr(self, "frames", None))
+        clips = ClipFormat((self.height, self.width), self.num_frames)
         conditions = read_conditions(str(getattr(self, name)), row_filter, clips)
         if row_filter.skipped:
             notes.append(f"rows of {name} skipped: {format_counts(row_filter.skipped)}; {len(conditions)} are left")
@@ -111,84 +127,77 @@ class PipelineConfig(FlowConfig):
 
 
 @dataclass(frozen=True)
-class WanConfig(PipelineConfig):
-    """Wan 2.1 and 2.2: clips from prompts, or from prompts and an image (the row's `video`)."""
+class ClipConfig(PipelineConfig):
+    """A pipeline of Wan."""
 
     frames: int = 81
-    """Frames of the generated clips: 1 + a multiple of 4, of which the VAE makes (frames - 1) / 4 + 1 latent frames."""
+    """Frames of the generated clips: 1 + a multiple of 4, of which the VAE makes (frames - 1) / 4 + 1 latent frames.
+    Camera paths have one pose for each of those."""
     height: int = 480
     """Height of the generated clips, in pixels."""
     width: int = 832
     """Width of the generated clips, in pixels."""
+
+    has_camera_layers: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
+
+    @property
+    def num_frames(self) -> int:
+        return self.frames
+
+    def memory_model(self) -> FlowMemory:
+        """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
+        folder = _given(self.pipeline)
+        architecture = read_wan_architecture(folder, camera_layers=self.has_camera_layers)
+        channels, (frames, side) = architecture.out_channels or architecture.channels, _vae_factors(folder)
+        return FlowMemory(
+            architecture,
+            (channels, (self.frames - 1) // frames + 1, self.height // side, self.width // side),
+            pixels=3 * self.frames * self.height * self.width,
+            guided_together=False,
+            transformers=1 + (folder / "transformer_2" / "config.json").is_file(),
+            **_memory_settings(self),
+        )
+
+
+@dataclass(frozen=True)
+class WanConfig(ClipConfig):
+    """Wan 2.1 and 2.2: clips from prompts, or from prompts and an image (the row's `video`)."""
+
     low_noise_guidance_scale: float | None = None
     """Guidance of Wan 2.2's transformer for low noise levels; None for sampling.guidance_scale."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
         if self.low_noise_guidance_scale is not None:
             scale, rule = self.sampling.guidance_scale, "other than 1 where workload.low_noise_guidance_scale is given"
             require(scale != 1, "workload.sampling.guidance_scale", scale, rule)
 
-    def memory_model(self) -> FlowMemory:
-        """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
-        return _wan_memory(self, camera_layers=False)
-
-    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        return _trace(self, spec)
-
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanModel
 
-        return WanModel(
-            folder,
-            ClipSize(self.frames, self.height, self.width),
-            train=self.train,
-            device=device,
-            dtype=self.dtype,
-            negative_prompt=self.negative_prompt,
-            low_noise_guidance_scale=self.low_noise_guidance_scale,
-        )
+        size, own = ClipSize(self.frames, self.height, self.width), self.low_noise_guidance_scale
+        return WanModel(folder, size, low_noise_guidance_scale=own, **self._model_settings(device))
 
 
 @dataclass(frozen=True)
-class RecamConfig(PipelineConfig):
+class RecamConfig(ClipConfig):
     """Wan with camera layers: a source clip shown along another camera path."""
 
-    frames: int = 81
-    """Frames of the generated clips. The VAE makes (frames - 1) / 4 + 1 latent frames of them; a camera path has one
-    pose for each of those."""
-    height: int = 480
-    """Height of the generated clips, in pixels."""
-    width: int = 832
-    """Width of the generated clips, in pixels."""
     camera_layers: Path | None = None
-    """Trained camera layers: ReCamMaster's .ckpt, a .safetensors file, or a checkpoint folder of a run; None starts
-    from layers that leave the base model unchanged."""
+    """Trained camera layers: ReCamMaster's .ckpt, a .safetensors file, the recam.ckpt of `groupwise export`, or a
+    checkpoint folder of a run without LoRA; None starts from layers that leave the base model unchanged."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.frames >= 1, "workload.frames", self.frames, "at least 1")
-
-    def memory_model(self) -> FlowMemory:
-        """From the transformer's config.json. Text encoder and VAE, on the device one at a time, are not planned."""
-        return _wan_memory(self, camera_layers=True)
-
-    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        return _trace(self, spec)
+    has_camera_layers: ClassVar[bool] = True
 
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.wan import ClipSize, WanCameraModel
 
-        return WanCameraModel(
-            folder,
-            ClipSize(self.frames, self.height, self.width),
-            train=self.train,
-            device=device,
-            dtype=self.dtype,
-            negative_prompt=self.negative_prompt,
-            camera_layers=self.camera_layers,
-        )
+        size = ClipSize(self.frames, self.height, self.width)
+        return WanCameraModel(folder, size, camera_layers=self.camera_layers, **self._model_settings(device))
 
 
 @dataclass(frozen=True)
@@ -215,35 +224,13 @@ class ImageConfig(PipelineConfig):
             **_memory_settings(self),
         )
 
-    def trace_memory(self, spec: StepSpec) -> Mapping[str, int]:
-        return _trace(self, spec)
-
     def model(self, folder: Path, device: torch.device) -> FlowModel:
         from groupwise.workloads.flow.models.image import load_image_model
 
+        size = (self.height, self.width)
         return load_image_model(
-            folder,
-            (self.height, self.width),
-            train=self.train,
-            device=device,
-            dtype=self.dtype,
-            negative_prompt=self.negative_prompt,
-            guidance_embedding=self.guidance_embedding,
+            folder, size, guidance_embedding=self.guidance_embedding, **self._model_settings(device)
         )
-
-
-def _wan_memory(config: WanConfig | RecamConfig, *, camera_layers: bool) -> FlowMemory:
-    folder = _given(config.pipeline)
-    architecture = read_wan_architecture(folder, camera_layers=camera_layers)
-    channels, (frames, side) = architecture.out_channels or architecture.channels, _vae_factors(folder)
-    return FlowMemory(
-        architecture,
-        (channels, (config.frames - 1) // frames + 1, config.height // side, config.width // side),
-        pixels=3 * config.frames * config.height * config.width,
-        guided_together=False,
-        transformers=1 + (folder / "transformer_2" / "config.json").is_file(),
-        **_memory_settings(config),
-    )
 
 
 def _vae_factors(folder: Path) -> tuple[int, int]:
@@ -283,10 +270,3 @@ def _given(pipeline: Path | None) -> Path:
     if pipeline is None:
         raise UserError("workload.pipeline is not given: a plan needs its transformer's config.json.")
     return pipeline
-
-
-def _trace(config: WanConfig | RecamConfig | ImageConfig, spec: StepSpec) -> Mapping[str, int]:
-    from groupwise.workloads.flow.trace import trace_flow
-
-    content = read_transformer_config(_given(config.pipeline))
-    return trace_flow(content, config.train, config.memory_model(), spec)

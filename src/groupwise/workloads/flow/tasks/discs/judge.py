@@ -1,7 +1,8 @@
 """An independent judge of the embedded images: it counts connected areas, and takes only round ones for discs.
 
-It shares no measurement with the rewards, and is not trained on: where the reward rises and the judge's verdict does
-not, the policy has learned to please the reward.
+It is not trained on: where the reward rises and the judge's verdict does not, the policy has learned to please the
+reward. With the rewards of kind `areas` it shares how much of a color a pixel has (`color_shares`); with `discs` no
+measurement, only what the scene defines: the palette, a disc's radius and the halves of an image.
 """
 
 from __future__ import annotations
