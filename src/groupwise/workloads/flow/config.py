@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from groupwise.core.errors import require, require_types
+from groupwise.core.errors import UserError, require, require_types
 from groupwise.workloads.base import MAX_LORA_RANK, WorkloadConfig
 from groupwise.workloads.flow.sampling.schedule import MAX_STEPS, SamplingConfig
 
@@ -79,3 +79,11 @@ class TrainedPartsConfig:
         rule = f"from 1 to {MAX_LORA_RANK:,}"
         require(1 <= self.lora_rank <= MAX_LORA_RANK, "workload.train.lora_rank", self.lora_rank, rule)
         require(self.lora_alpha >= 1, "workload.train.lora_alpha", self.lora_alpha, "at least 1")
+
+    def check_dtype(self, dtype: str) -> None:
+        """Refuse to train weights of a transformer in half precision."""
+        if self.part in ("recam", "all") and dtype not in ("float32", "float64"):
+            raise UserError(
+                f"workload.train.part is '{self.part}' and the transformer is in {dtype}: small updates would be"
+                " rounded away. Take --workload.dtype float32, or train 'lora' or 'camera', which are kept in float32."
+            )

@@ -135,6 +135,7 @@ BAD = [
     ({"rewards": RewardFunctionsConfig()}, "nothing to learn from"),
     ({"data": None}, "workload.data is not given"),
     ({"train": TrainedPartsConfig(lora_targets=("nothing",))}, "no layer of WanTransformer3DModel"),
+    ({"train": TrainedPartsConfig("recam"), "dtype": "bfloat16"}, "is in bfloat16: small updates would be rounded"),
 ]
 
 

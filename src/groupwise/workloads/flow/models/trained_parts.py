@@ -38,11 +38,7 @@ def select_trained_parameters(transformer: ModelMixin, config: TrainedPartsConfi
             setting="workload.train.lora_targets",
         )
         return partial(without_lora, transformer)
-    if config.part != "camera" and transformer.dtype not in (torch.float32, torch.float64):
-        raise UserError(
-            f"workload.train.part is '{config.part}' and the transformer is in {transformer.dtype}: small updates would"
-            " be rounded away. Load it in float32, or train 'lora' or 'camera', which are kept in float32."
-        )
+    config.check_dtype(str(transformer.dtype).removeprefix("torch."))
     for weight in _trained_weights(transformer, config.part):
         weight.requires_grad_(True)
     return InitialWeights(transformer).swapped_in

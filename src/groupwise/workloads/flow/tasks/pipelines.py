@@ -65,6 +65,7 @@ class PipelineConfig(FlowConfig):
         super().__post_init__()
         for name in ("height", "width"):
             require(getattr(self, name) >= 1, f"workload.{name}", getattr(self, name), "at least 1")
+        self.train.check_dtype(self.dtype)
         gib = self.encoding_cache_gib
         require(0 <= gib <= 2**20, "workload.encoding_cache_gib", gib, "from 0 (none) to 1048576")
 
