@@ -25,6 +25,7 @@ from groupwise.core.io.files import (
     to_json,
     write_atomic,
 )
+from groupwise.core.io.json_types import is_number
 from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
 from groupwise.training.run_folder.abrupt_end import oom_kills
 from groupwise.workloads.checkpoint_files import newest_first
@@ -61,7 +62,7 @@ class Owner:
 def reward_of(entry: Mapping[str, Any]) -> float | None:
     """Of a line of metrics.jsonl; None where the step has none."""
     reward = entry.get("reward")
-    return float(reward) if isinstance(reward, int | float) else None
+    return float(reward) if is_number(reward) else None
 
 
 class RunFolder:
