@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.io.files import MAX_JSON_BYTES
+from groupwise.core.io.files import MAX_JSON_BYTES, user_path
 from groupwise.core.io.imports import import_function, user_code
 from groupwise.core.units import format_bytes
 
 Record = Mapping[str, Any]
 OnBadRow = Literal["refuse", "skip"]
+_DAMAGED = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
+"""What pyarrow and datasets raise for files that they have not written."""
 _FORMATS = (
     "Name a .jsonl file with one object per line, a .parquet file, a folder that `datasets` wrote with save_to_disk(),"
     " or module:function, which returns the rows"
@@ -65,7 +67,7 @@ def read_rows(source: str, row_filter: RowFilter, *, setting: str = "The dataset
     """All rows of a dataset that are objects; `setting` is where the user named it."""
     if not source:
         raise UserError(f"{setting} is empty. {_FORMATS}.")
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise UserError(f"{setting} is '{source}', which is a pipe or a device: it may never end. {_FORMATS}.")
     if path.is_dir():
@@ -139,7 +141,7 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         batches = parquet.ParquetFile(path).iter_batches()
         yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except (ArrowException, OSError, ValueError) as error:
+    except (ArrowException, *_DAMAGED) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is not a parquet file ({reason}). Write it again, or name a JSONL file.") from error
 
@@ -151,16 +153,21 @@ def _read_dataset_folder(path: Path) -> Iterator[tuple[int, Any]]:
         raise UserError(f"Reading {path} needs a package: pip install datasets. Or name a JSONL file.") from error
     try:
         dataset = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as error:
+        if isinstance(dataset, datasets.DatasetDict):
+            raise UserError(_several_splits(path, list(dataset)))
+        yield from enumerate(dataset, start=1)
+    except UserError:
+        raise
+    except (*_DAMAGED, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{path} is not a folder that `datasets` wrote with save_to_disk() ({error}). {_FORMATS}."
+            f"{path} is not a folder that `datasets` wrote with save_to_disk() ({reason}). {_FORMATS}."
         ) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        names = list(dataset)
-        raise UserError(
-            f"{path} holds {len(names)} splits, {', '.join(names)}: name one of them, as {path / names[0]}."
-        )
-    yield from enumerate(dataset, start=1)
+
+
+def _several_splits(path: Path, names: Sequence[str]) -> str:
+    example = f": name one of them, as {path / names[0]}" if names else ""
+    return f"{path} holds {len(names)} splits, {', '.join(names)}{example}."
 
 
 def _call_function(source: str, setting: str) -> Iterator[tuple[int, Any]]:

@@ -8,6 +8,7 @@ the top names the clips below `train/`. In the camera file `frameN` -> `camNN` i
 from __future__ import annotations
 
 import csv
+import io
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -21,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
-from groupwise.core.units import format_bytes
+from groupwise.core.io.files import parse_json, read_bytes
 from groupwise.data.rows import BadRow, Record
 
 METADATA = "metadata.csv"
@@ -79,23 +79,26 @@ def multicam_rows(folder: Path) -> Iterator[tuple[int, Record]]:
     The source is drawn from the other cameras of the scene by the clip's name: always the same. A column `source`
     (such as cam03) names it instead.
     """
-    with (folder / METADATA).open(newline="", encoding="utf-8") as file:
-        rows = csv.DictReader(file)
+    path = folder / METADATA
+    try:
+        rows = csv.DictReader(io.StringIO(read_bytes(path, follow_links=True).decode("utf-8"), newline=""))
         if not {"file_name", "text"} <= set(rows.fieldnames or ()):
-            raise UserError(f"{folder / METADATA} has the columns {rows.fieldnames}: it needs file_name and text.")
+            raise UserError(f"{path} has the columns {rows.fieldnames}: it needs file_name and text.")
         yield from ((number, _row(folder, row)) for number, row in enumerate(rows, start=2))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is no table in UTF-8 ({error}). Write it again.") from error
 
 
 def _row(folder: Path, row: Mapping[str, str]) -> Record:
     columns = {name: value for name, value in row.items() if name not in ("file_name", "text", "source")}
-    clip = Path("train") / row["file_name"]
+    clip = Path("train") / (row["file_name"] or "")
     scene = clip.parent.parent
     camera = {"extrinsics": str(scene / "cameras" / "camera_extrinsics.json"), "target": clip.stem}
     source = row.get("source") or _draw_source(folder / clip.parent, clip)
     return {
         **columns,
         "prompt": row["text"],
-        "video": str(clip.with_stem(source)),
+        "video": str(clip.parent / f"{source}{clip.suffix}"),
         "camera": {**camera, "source": source},
     }
 
@@ -107,9 +110,7 @@ def _draw_source(videos: Path, clip: Path) -> str:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {format_bytes(MAX_JSON_BYTES)}")
-        cameras = parse_json(file.read_bytes())
+        cameras = parse_json(read_bytes(file, follow_links=True))
     except (OSError, ValueError) as error:
         raise BadRow(*_unreadable(file, str(error))) from error
     if not isinstance(cameras, Mapping):
@@ -118,11 +119,15 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _parse(text: Any, file: Path) -> NDArray[np.float64]:
-    rows = re.findall(r"\[([^\]]*)\]", text) if isinstance(text, str) else []
+    rows = re.findall(r"\[([^\[\]]*)\]", text) if isinstance(text, str) else []
     try:
-        return np.array([[float(number) for number in row.split()] for row in rows]).reshape(4, 4)
+        matrix = np.array([[float(number) for number in row.split()] for row in rows]).reshape(4, 4)
+        if not np.isfinite(matrix).all() or matrix[:, 3].tolist() != [0, 0, 0, 1]:
+            raise ValueError("no pose")
+        return matrix
     except ValueError as error:
-        raise BadRow(*_unreadable(file, f"'{str(text)[:40]}' is not four rows of four numbers in brackets")) from error
+        why = f"'{str(text)[:40]}' is not three axes [a b c 0] and a position [x y z 1]"
+        raise BadRow(*_unreadable(file, why)) from error
 
 
 def _check_rotations(axes: NDArray[np.float64], name: str, file: Path) -> None:
