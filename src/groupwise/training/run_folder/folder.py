@@ -163,10 +163,24 @@ class RunFolder:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file atomically."""
-        write_atomic(self.path / name, (to_json(content, indent=1) + "\n").encode())
+        with self._still_there():
+            write_atomic(self.path / name, (to_json(content, indent=1) + "\n").encode())
 
     def append(self, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        append_jsonl(self.path / name, entries)
+        with self._still_there():
+            append_jsonl(self.path / name, entries)
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self.path.is_dir():
+                raise
+            raise UserError(
+                f"The run folder {self.path} has been moved or deleted while the run was writing to it. If it was"
+                " moved, continue with --resume and its new place as --run-dir: the checkpoints are complete."
+            ) from error
 
     def append_samples(self, entries: Sequence[Mapping[str, Any]], *, max_bytes: int) -> None:
         """Rotates: beyond `max_bytes` the file becomes samples.1.jsonl, in place of the one before."""
