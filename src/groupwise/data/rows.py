@@ -148,8 +148,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
             decoded += sum(column.nbytes for column in columns)
             if decoded > most:
                 raise UserError(
-                    f"{path} holds more than {format_bytes(most)}, {_MOST_EXPANSION} times its size: a small file may"
-                    " repeat one value to exhaust the memory. Write it again without compression, or as JSONL."
+                    f"{path} holds more than {format_bytes(most)}, over {_MOST_EXPANSION} times its size: a small file"
+                    " may repeat one value to exhaust the memory. Write it again without compression, or as JSONL."
                 )
             for row in batch.to_pylist():
                 number += 1
