@@ -3,7 +3,10 @@
 import os
 import sys
 
-from groupwise.cli.main import main
+try:
+    from groupwise.cli.main import main
+except KeyboardInterrupt:  # nothing has begun
+    sys.exit(130)
 
 if __name__ == "__main__":
     code = main()

@@ -1,4 +1,5 @@
 import json
+import os
 import re
 import resource
 import subprocess
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import fakes
 import pytest
-from processes import ENVIRONMENT, groupwise
+from processes import ENVIRONMENT, command, groupwise
 
 import groupwise as gw
 from groupwise.cli.arguments import read_config
@@ -294,3 +295,20 @@ def test_output_cut_by_head_is_no_crash():
     program = f"{sys.executable} -m groupwise train --help | head -1"
     ended = subprocess.run(["bash", "-c", program], env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("words", [["--version"], ["place"], ["place", "--help"], ["place", "--json"]])
+def test_a_reader_that_leaves_and_a_full_disk_behind_stdout_are_no_traceback(words):
+    read, write = os.pipe()
+    os.close(read)
+    with open("/dev/full", "wb") as full, os.fdopen(write, "wb") as left:
+        for stdout, code in ((left, 0), (full, 2)):
+            ended = subprocess.run(
+                command(*words), env=ENVIRONMENT, stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+            )
+            assert ended.returncode == code, ended.stderr
+            assert "Traceback" not in ended.stderr
+            assert "Exception ignored" not in ended.stderr
+    closed = ["sh", "-c", '"$@" >&-', "sh", *command(*words)]
+    ended = subprocess.run(closed, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -177,3 +177,10 @@ def test_what_is_in_the_way_or_missing_is_refused(whole, tmp_path, capsys):
     assert main(["export", str(whole), str(tmp_path / "model"), "--adapter"]) == 2
     assert "it has no adapter" in capsys.readouterr().err
     assert not (tmp_path / "model").exists()
+
+
+def test_a_place_that_cannot_be_written_is_a_sentence(whole, tmp_path, capsys):
+    for folder in ("/proc/nowhere", str(tmp_path / "\udcff"), str(tmp_path / "file" / "folder")):
+        (tmp_path / "file").touch()
+        assert main(["export", str(whole), folder]) == 2
+        assert "groupwise: " in capsys.readouterr().err

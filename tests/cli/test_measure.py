@@ -117,7 +117,7 @@ def test_a_dense_model_has_no_top_k_and_a_text_model_no_tiers(capsys, tmp_path):
         (["mosaic", "--plot", "picture.doc"], "plot is picture.doc"),
         (["mosaic", "--plot", "nowhere/picture.png"], "in a folder that exists"),
         (["empty"], "The model 'empty' cannot be loaded"),
-        (["broken"], "broken/config.json is not JSON"),
+        (["broken"], "broken/config.json is damaged"),
         (["cut"], "The model 'cut' cannot be loaded"),
     ],
 )

@@ -1,6 +1,8 @@
 """Rows of a dataset in every format; a bad row is named by its line, and refused or skipped and counted."""
 
 import os
+import shutil
+from contextlib import suppress
 
 import datasets
 import pytest
@@ -136,3 +138,33 @@ def test_what_may_never_end_is_refused(tmp_path):
     os.truncate(tmp_path / "zeros.jsonl", 3 << 30)  # one line of 3 GiB that takes no disk
     with pytest.raises(UserError, match=r"line 1 has more than 64.0 MiB"):
         read_rows(str(tmp_path / "zeros.jsonl"), RowFilter("skip", "on_bad_row"))
+
+
+@pytest.mark.timeout(60)
+def test_a_small_parquet_file_of_endless_text_is_refused(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    text = pa.DictionaryArray.from_arrays(pa.array([0] * 100_000, pa.int32()), pa.array(["x" * 2**20]))
+    parquet.write_table(pa.table({"prompt": text}), tmp_path / "bomb.parquet")
+    with pytest.raises(UserError, match="100 times its size"):
+        read_rows(str(tmp_path / "bomb.parquet"), refuse())
+
+
+@pytest.mark.timeout(60)
+def test_a_folder_of_datasets_is_looked_at_before_it_is_opened(tmp_path):
+    datasets.Dataset.from_list([{"a": 1}]).save_to_disk(str(tmp_path / "saved"))
+    table = next((tmp_path / "saved").glob("*.arrow"))
+    for offset in range(0, 400, 7):
+        content = bytearray(table.read_bytes())
+        content[offset] ^= 0xFF
+        (tmp_path / "saved" / "flipped").write_bytes(content)
+        shutil.copytree(tmp_path / "saved", tmp_path / "damaged")
+        (tmp_path / "damaged" / "flipped").rename(tmp_path / "damaged" / table.name)
+        with suppress(UserError):
+            read_rows(str(tmp_path / "damaged"), refuse())
+        shutil.rmtree(tmp_path / "damaged")
+    table.unlink()
+    os.mkfifo(table)
+    with pytest.raises(UserError, match="not a regular file"):
+        read_rows(str(tmp_path / "saved"), refuse())

@@ -49,7 +49,9 @@ def test_the_running_mean_by_hand():
     assert running_mean(line, 0) == line
 
 
-@pytest.mark.parametrize("values", [[0.0, 0.0], [7.0], [-2.5, -2.5], [1e-9, 1e9]])
+@pytest.mark.parametrize(
+    "values", [[0.0, 0.0], [7.0], [-2.5, -2.5], [1e-9, 1e9], [5e-324, 1e-323], [1e15, 1e15 + 0.125], [9e299, -9e299]]
+)
 def test_a_line_that_is_flat_or_one_point_is_drawn(values: list[float]):
     svg = ElementTree.fromstring(line_chart({"loss": list(enumerate(values))}))
     for pair in svg.find("polyline").attrib["points"].split():

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from fakes import recipe
+from processes import groupwise, start, wait_for_steps
 
 from groupwise.cli.main import main
 from groupwise.core.errors import UserError
@@ -147,3 +148,18 @@ def test_a_folder_that_another_user_may_only_read(request):
     assert os.waitstatus_to_exitcode(status) == 2, messages.read_text()
     assert f"groupwise: The run folder {folder} cannot be written (Permission denied)." in messages.read_text()
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_folder_that_is_moved_during_the_run_is_continued_from_its_new_place(tmp_path):
+    folder, moved = tmp_path / "run", tmp_path / "moved"
+    process = start("train", "fakes:slow_recipe", "--run-dir", folder)
+    wait_for_steps(folder, 3, process)
+    folder.rename(moved)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "has been moved or deleted" in " ".join(stderr.split())
+    assert "Traceback" not in stderr
+    assert not folder.exists()
+    ended = groupwise("train", "fakes:slow_recipe", "--run-dir", moved, "--resume")
+    assert ended.returncode == 0, ended.stderr
+    assert [entry["step"] for entry in read_jsonl(moved / "metrics.jsonl")] == list(range(14))

@@ -307,6 +307,40 @@ def test_json_of_another_type_is_a_message(run, name, content):
         assert call(command, run) in (0, 2)
 
 
+HUGE = "1" + "0" * 400
+"""A whole number that JSON has and no float does."""
+NUMBERS = {
+    "a step far away": ("metrics.jsonl", '{"step": 9007199254740991, "reward": 1}'),
+    "a reward": ("metrics.jsonl", '{"step": 3, "reward": ' + HUGE + "}"),
+    "memory": ("metrics.jsonl", '{"step": 3, "memory_bytes": {"host": ' + HUGE + ', "device": ' + HUGE + "}}"),
+    "a metric next to nothing": ("metrics.jsonl", '{"step": 3, "tiny": 5e-324}'),
+    "an evaluation": ("eval.json", '{"before": {"right": ' + HUGE + '}, "step 99999999999999999999": {"right": 1}}'),
+    "a plan of nothing": ("plan.json", '{"device_bytes": 1, "settings": {}}'),
+    "a plan without memory": (
+        "plan.json",
+        '{"device_bytes": 0, "settings": {"now": {"parts": {"rollout": {"x": 0}, "update": {"x": 0}}}}}',
+    ),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", NUMBERS)
+def test_numbers_that_cannot_be_counted_with_are_left_out(run, kind):
+    name, content = NUMBERS[kind]
+    kept = (run / name).read_text() if name.endswith("l") else ""
+    (run / name).write_text(f"{kept}{content}\n")
+    (run / ".owner.json").write_text('{"process": 1, "ended": false}')  # as after a kill
+    assert call(REPORT, run) == 0
+    assert call(RESUME, run) == 0
+
+
+def test_the_older_samples_have_a_limit_too(run):
+    (run / "samples.jsonl").unlink()
+    (run / "samples.1.jsonl").touch()
+    os.truncate(run / "samples.1.jsonl", 3 << 30)
+    assert call(REPORT, run) == 2
+
+
 # Properties
 
 JSON = st.recursive(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from safetensors import SafetensorError
 
 from groupwise.cli.arguments import parse, print_json, quiet_stdout
 from groupwise.core.errors import UserError
@@ -43,7 +46,7 @@ def run(arguments: list[str], as_json: bool) -> int:
         raise UserError(
             f"{checkpoint} has no averaged weights: its run had no --optimizer.ema-decay. Take --weights trained."
         )
-    with quiet_stdout(as_json):
+    with quiet_stdout(as_json), _named_errors(options.folder):
         kind = _export(options, checkpoint)
     num_bytes = sum(path.stat().st_size for path in options.folder.rglob("*") if path.is_file())
     if as_json:
@@ -51,6 +54,21 @@ def run(arguments: list[str], as_json: bool) -> int:
     else:
         print(f"{options.folder}: {kind} of {checkpoint.name} ({num_bytes / 2**20:.1f} MiB).")
     return 0
+
+
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    """What libraries raise where they cannot write, as a sentence."""
+    try:
+        str(folder).encode()
+        yield
+    except UnicodeEncodeError as error:
+        raise UserError(f"{folder} is not Unicode, which the libraries that write it need. Name another.") from error
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(
+            f"{folder} cannot be written ({reason}). What is in it is not complete: delete it, and name another place."
+        ) from error
 
 
 def _export(options: ExportArguments, checkpoint: Path) -> str:

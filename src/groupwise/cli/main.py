@@ -8,12 +8,13 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import TextIO
 
 from groupwise import __version__
 from groupwise.cli.arguments import ArgumentError, print_json
-from groupwise.core.errors import UserError, is_out_of_memory, path_error_message, printable
+from groupwise.core.errors import DISK_FAULTS, UserError, is_out_of_memory, path_error_message, printable
 from groupwise.core.io.process_end import heard_at_the_end
 
 COMMANDS = {
@@ -75,7 +76,32 @@ Other libraries' names are accepted too:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if sys.stdout is None or sys.stderr is None:  # closed by the shell
+        sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    try:
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # now, because after this nobody explains an error
+        return code
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+        _drop_output()
+        return 0
+    except OSError as error:
+        if error.filename is not None or error.errno not in DISK_FAULTS:
+            raise
+        _drop_output()
+        with suppress(OSError):
+            sys.stderr.write(f"groupwise: What is printed cannot be written: {error.strerror}.\n")
+            sys.stderr.flush()
+        return 2
+
+
+def _drop_output() -> None:
+    """What is still to be printed goes nowhere, or Python would try it once more as it ends."""
+    with suppress(OSError):  # io.UnsupportedOperation is one
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _main(arguments: list[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be Unicode
@@ -132,10 +158,11 @@ def _run(command: str, arguments: list[str], as_json: bool) -> int:
     except ArgumentError as error:
         return _fail(str(error), as_json, code=2)
     except SystemExit as leaving:  # after --help
+        if isinstance(leaving.__context__, BrokenPipeError):  # rich leaves then
+            return 0
         return leaving.code if isinstance(leaving.code, int) else 0
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
-        sys.stdout = None
-        return 0
+    except BrokenPipeError:
+        raise
     except KeyboardInterrupt:
         resume = " --resume continues from the newest checkpoint, or from the start if there is none."
         message = f"Interrupted.{resume if command == 'train' else ''}"

@@ -33,7 +33,7 @@ _PATH_FAULTS = {
     if hasattr(errno, name)
 }
 """Errors of the operating system about paths, rights and disks, which a user can mend."""
-_DISK_FAULTS = (errno.ENOSPC, errno.EIO, errno.EFBIG)
+DISK_FAULTS = (errno.ENOSPC, errno.EIO, errno.EFBIG)
 _OOM_MESSAGES = ("out of memory", "not enough memory", "allocate memory", "bad_alloc", "alloc_failed")
 """Parts of the messages of failed allocations in torch, its libraries and the operating system."""
 
@@ -72,7 +72,7 @@ def path_error_message(error: BaseException) -> str | None:
     """What the operating system says about a path or a disk, as a sentence; None for any other error."""
     if not isinstance(error, OSError) or error.errno not in _PATH_FAULTS or error.filename is None:
         return None
-    remedy = " What was complete is kept; --resume continues." if error.errno in _DISK_FAULTS else ""
+    remedy = " What was complete is kept; --resume continues." if error.errno in DISK_FAULTS else ""
     return f"{error.filename} cannot be used: {error.strerror}.{remedy}"
 
 

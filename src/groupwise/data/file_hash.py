@@ -13,7 +13,7 @@ from typing import Any
 from filelock import FileLock
 
 from groupwise.core.groups import content_hash
-from groupwise.core.io.files import cache_folder, parse_json
+from groupwise.core.io.files import cache_folder, open_regular, parse_json
 
 _BLOCK = 1 << 22
 _LOCKED_BYTES = 64 << 20
@@ -34,7 +34,7 @@ def file_hash(path: Path) -> str:
         if kept := _kept(note, stamp):
             return kept
         digest = hashlib.blake2b(digest_size=16)
-        with path.open("rb") as file:
+        with open_regular(path, follow_links=True) as file:
             while block := file.read(_BLOCK):
                 digest.update(block)
         if time.time() - status.st_mtime > _SETTLED_S:

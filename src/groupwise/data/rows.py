@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.errors import UserError, require
-from groupwise.core.io.files import MAX_JSON_BYTES
+from groupwise.core.io.files import MAX_JSON_BYTES, open_regular, user_path
 from groupwise.core.io.imports import import_function, user_code
 from groupwise.core.units import format_bytes
 
 Record = Mapping[str, Any]
 OnBadRow = Literal["refuse", "skip"]
+_PARQUET_ROWS, _SMALL_BYTES, _MOST_EXPANSION = 64, 256 << 20, 100
+"""Of a parquet file: rows that are read at once, what a small one may take in memory, and others by their size."""
+_DAMAGED = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError)
+"""What pyarrow and datasets raise for files that they have not written."""
 _FORMATS = (
     "Name a .jsonl file with one object per line, a .parquet file, a folder that `datasets` wrote with save_to_disk(),"
     " or module:function, which returns the rows"
@@ -65,7 +69,7 @@ def read_rows(source: str, row_filter: RowFilter, *, setting: str = "The dataset
     """All rows of a dataset that are objects; `setting` is where the user named it."""
     if not source:
         raise UserError(f"{setting} is empty. {_FORMATS}.")
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.exists() and not (path.is_dir() or path.is_file()):
         raise UserError(f"{setting} is '{source}', which is a pipe or a device: it may never end. {_FORMATS}.")
     if path.is_dir():
@@ -133,13 +137,26 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
     try:
-        from pyarrow import ArrowException, parquet
+        from pyarrow import ArrowException, parquet, types
     except ImportError as error:
         raise UserError(f"Reading {path} needs a package: pip install pyarrow. Or name a JSONL file.") from error
+    most = max(_SMALL_BYTES, _MOST_EXPANSION * path.stat().st_size)
+    decoded = number = 0
     try:
-        batches = parquet.ParquetFile(path).iter_batches()
-        yield from enumerate((row for batch in batches for row in batch.to_pylist()), start=1)
-    except (ArrowException, OSError, ValueError) as error:
+        for batch in parquet.ParquetFile(path).iter_batches(_PARQUET_ROWS):
+            columns = (column.dictionary_decode() if types.is_dictionary(column.type) else column for column in batch)
+            decoded += sum(column.nbytes for column in columns)
+            if decoded > most:
+                raise UserError(
+                    f"{path} holds more than {format_bytes(most)}, over {_MOST_EXPANSION} times its size: a small file"
+                    " may repeat one value to exhaust the memory. Write it again without compression, or as JSONL."
+                )
+            for row in batch.to_pylist():
+                number += 1
+                yield number, row
+    except UserError:
+        raise
+    except (ArrowException, *_DAMAGED) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"{path} is not a parquet file ({reason}). Write it again, or name a JSONL file.") from error
 
@@ -147,20 +164,28 @@ def _read_parquet(path: Path) -> Iterator[tuple[int, Any]]:
 def _read_dataset_folder(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         import datasets
+        from pyarrow import ArrowException
     except ImportError as error:
         raise UserError(f"Reading {path} needs a package: pip install datasets. Or name a JSONL file.") from error
+    for file in (entry for entry in path.iterdir() if not entry.is_dir()):
+        open_regular(file, follow_links=True).close()
     try:
         dataset = datasets.load_from_disk(str(path))
-    except (FileNotFoundError, ValueError) as error:
+        if isinstance(dataset, datasets.DatasetDict):
+            raise UserError(_several_splits(path, list(dataset)))
+        yield from enumerate(dataset, start=1)
+    except UserError:
+        raise
+    except (ArrowException, *_DAMAGED, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
         raise UserError(
-            f"{path} is not a folder that `datasets` wrote with save_to_disk() ({error}). {_FORMATS}."
+            f"{path} is not a folder that `datasets` wrote with save_to_disk() ({reason}). {_FORMATS}."
         ) from error
-    if isinstance(dataset, datasets.DatasetDict):
-        names = list(dataset)
-        raise UserError(
-            f"{path} holds {len(names)} splits, {', '.join(names)}: name one of them, as {path / names[0]}."
-        )
-    yield from enumerate(dataset, start=1)
+
+
+def _several_splits(path: Path, names: Sequence[str]) -> str:
+    example = f": name one of them, as {path / names[0]}" if names else ""
+    return f"{path} holds {len(names)} splits, {', '.join(names)}{example}."
 
 
 def _call_function(source: str, setting: str) -> Iterator[tuple[int, Any]]:

@@ -7,6 +7,7 @@ gathered first, or each when a rank asks for it. All functions do nothing for a 
 
 from __future__ import annotations
 
+import mmap
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -455,4 +456,5 @@ def _try_copy(whole: Tensor, group: Any) -> None:
     """Raise where this rank has no memory for the copy that gloo makes; within a collective that would leave the
     others waiting. Backends of accelerators make none."""
     if group._get_backend(whole.device).name() == "gloo":
-        torch.empty_like(whole)
+        # not from the heap of this thread: what is free in there is of no use to gloo's own threads
+        mmap.mmap(-1, max(1, whole.nbytes)).close()

@@ -11,6 +11,7 @@ COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee
 _WIDTH, _HEIGHT = 340, 170
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 8, 8, 22
 _MAX_DOTS = 60
+_SMALLEST = 1e-290
 Points = Sequence[tuple[float, float]]
 ToPixels = Callable[[float, float], tuple[float, float]]
 
@@ -103,9 +104,12 @@ def nice_ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def _range(values: Sequence[float]) -> tuple[float, float]:
+    """Wide enough to be divided: what differs in the last digits alone, or by next to nothing, is drawn as flat."""
     low, high = min(values), max(values)
-    if low == high:
-        low, high = (low - 1, high + 1) if not low else (low - abs(low) / 2, high + abs(low) / 2)
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-12 * size or size < _SMALLEST:
+        margin = size / 2 if size >= _SMALLEST else 1.0
+        low, high = low - margin, high + margin
     return low, high
 
 

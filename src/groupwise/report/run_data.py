@@ -6,7 +6,7 @@ that the page can rely on the types of what it shows.
 
 from __future__ import annotations
 
-import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ from typing import Any
 
 from groupwise.core.errors import UserError
 from groupwise.core.io.files import ignore_message, open_regular, read_bytes
-from groupwise.training.run_folder.folder import METRICS, RunFolder
+from groupwise.core.io.json_types import is_number
+from groupwise.training.run_folder.folder import METRICS, OLDER_SAMPLES, SAMPLES, RunFolder
 
 MAX_LOG_BYTES = 256 << 20
 """Some hundred thousand steps: a page of more would not open in a browser."""
@@ -22,6 +23,8 @@ _MAX_IMAGE_BYTES = 16 << 20
 _MAX_IMAGES = 64
 _FIRST_BYTES = {".png": b"\x89PNG\r\n\x1a\n", ".gif": b"GIF8"}
 _STAGES = ("rollout", "update")
+_DURING = re.compile(r"step ([1-9][0-9]{0,15})")
+"""A moment of an evaluation in eval.json."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class RunData:
     steps: Sequence[Mapping[str, Any]]
     """The lines of metrics.jsonl."""
     samples: Sequence[Mapping[str, Any]]
-    evaluation: Mapping[str, Any]
+    evaluation: Mapping[str, Mapping[str, float]]
+    """The metrics of each moment in eval.json."""
     plan: Mapping[str, Any]
     images: Mapping[str, bytes]
     """The content of .png and .gif files by name, the oldest first."""
@@ -42,7 +46,7 @@ class RunData:
 def read_run(path: Path, warn: Callable[[str], None] = ignore_message) -> RunData:
     """Refuses a folder without a finished step, and files that are links or too large."""
     folder = RunFolder(path)
-    for name in (METRICS, "samples.jsonl"):
+    for name in (METRICS, SAMPLES, OLDER_SAMPLES):
         if (path / name).is_file():
             open_regular(path / name, max_bytes=MAX_LOG_BYTES).close()
     steps = [_clean_step(entry) for entry in folder.metrics(warn)]
@@ -59,7 +63,7 @@ def read_run(path: Path, warn: Callable[[str], None] = ignore_message) -> RunDat
         config=folder.read("config.json"),
         steps=steps,
         samples=folder.samples(warn),
-        evaluation={moment: metrics for moment, metrics in evaluation.items() if isinstance(metrics, dict)},
+        evaluation={moment: _numbers(metrics) for moment, metrics in evaluation.items() if isinstance(metrics, dict)},
         plan=plan if _is_plan(plan) else {},
         images=dict(_read_images(path, warn)),
     )
@@ -76,21 +80,16 @@ def _clean_step(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    return {name: float(value) for name, value in values.items() if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return abs(value) < 1e300 and math.isfinite(value)
+    return {name: float(value) for name, value in values.items() if is_number(value)}
 
 
 def _is_plan(plan: Mapping[str, Any]) -> bool:
     """Whether it has what the chart of the plan shows."""
     settings = plan.get("settings")
     return (
-        _is_number(plan.get("device_bytes"))
+        _is_size(plan.get("device_bytes"), least=1)
         and isinstance(settings, dict)
+        and settings != {}
         and all(_has_parts(setting) for setting in settings.values())
     )
 
@@ -98,7 +97,11 @@ def _is_plan(plan: Mapping[str, Any]) -> bool:
 def _has_parts(setting: object) -> bool:
     parts = setting.get("parts") if isinstance(setting, dict) else None
     stages = [parts.get(stage) for stage in _STAGES] if isinstance(parts, dict) else [None]
-    return all(isinstance(stage, dict) and all(map(_is_number, stage.values())) for stage in stages)
+    return all(isinstance(stage, dict) and all(map(_is_size, stage.values())) for stage in stages)
+
+
+def _is_size(value: Any, *, least: float = 0) -> bool:
+    return is_number(value) and value >= least
 
 
 def _read_images(folder: Path, warn: Callable[[str], None]) -> Iterator[tuple[str, bytes]]:
@@ -137,9 +140,10 @@ def metric_series(run: RunData) -> dict[str, list[tuple[float, float]]]:
 def held_out_series(run: RunData) -> dict[str, list[tuple[float, float]]]:
     """(steps done, value) of each metric of eval.json, before, during and after training."""
     last = run.steps[-1]["step"] + 1
-    moments = {"before": 0, **{f"step {step}": step for step in range(1, last)}, "after": last}
+    during = (int(match[1]) for moment in run.evaluation if (match := _DURING.fullmatch(moment)))
+    moments = {"before": 0, **{f"step {step}": step for step in sorted(during) if step < last}, "after": last}
     series: dict[str, list[tuple[float, float]]] = {}
     for moment, step in moments.items():
-        for name, value in _numbers(run.evaluation.get(moment, {})).items():
+        for name, value in run.evaluation.get(moment, {}).items():
             series.setdefault(name, []).append((step, value))
     return series

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.json_types import is_number
 from groupwise.dist.comm import Comm, connect
 from groupwise.dist.launcher import is_launched, stop_with_launcher
 from groupwise.training.config import Config, memory_settings, to_dict
@@ -252,4 +253,4 @@ def _summary(setup: Setup, folder: RunFolder, seconds: float, interrupted: bool)
 def _numbers(metrics: object) -> dict[str, float]:
     """The metrics of one evaluation in eval.json, without what a run of ours would not have written."""
     entries = metrics.items() if isinstance(metrics, dict) else ()
-    return {name: float(value) for name, value in entries if isinstance(value, int | float)}
+    return {name: float(value) for name, value in entries if is_number(value)}

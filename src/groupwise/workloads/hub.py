@@ -8,22 +8,25 @@ import socket
 import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from huggingface_hub import constants
-from safetensors import SafetensorError
 from transformers.utils import logging
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, is_out_of_memory
+from groupwise.core.io.files import open_regular, read_json
 
 _Loaded = TypeVar("_Loaded")
 _LARGE_BYTES = 100 * 2**20  # of weights: below, loading takes no noticeable time
 _CONNECT_S = 5.0
 """Longest wait for the hub."""
+_MOST_LAYERS = 10_000
+"""Of a model: also of experts in a layer."""
+_READ = (".json", ".safetensors", ".jinja", ".txt", ".model")
 _UNSTABLE_KEYS = ("transformers_version", "dtype")
 
 
@@ -41,11 +44,15 @@ def resolve_model(name: str | Path, *, no_folder: str, no_model: str) -> str:
 
 def load_from_hub(source: str, load: Callable[[], _Loaded], *, called: str, remedy: str = "") -> _Loaded:
     """What `load` returns for a source; its errors become a message about `called`."""
+    if Path(source).is_dir():
+        _refuse_unreadable(Path(source))
     offline = not Path(source).is_dir() and _use_cache_alone_when_offline()
     with _progress_bar_for_large_models(source):
         try:
             return load()
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except Exception as error:  # a stranger's files lead transformers to any kind
+            if isinstance(error, UserError) or is_out_of_memory(error):
+                raise
             cache = (
                 "in the local cache, not on the hub, which cannot be reached"
                 if offline
@@ -57,6 +64,28 @@ def load_from_hub(source: str, load: Callable[[], _Loaded], *, called: str, reme
                 f" {' '.join(str(error).split())[:400]} Check the name and the network, or download the model and name"
                 f" its folder{remedy}."
             ) from error
+
+
+def _refuse_unreadable(folder: Path) -> None:
+    """Before transformers waits for a pipe, or builds as many layers as a config.json may name."""
+    for path in (entry for entry in folder.iterdir() if entry.suffix in _READ):
+        open_regular(path, follow_links=True).close()
+    if (folder / "config.json").exists():
+        config = read_json(folder / "config.json", follow_links=True)
+        name, count = max(_counts(config), key=lambda entry: entry[1], default=("", 0))
+        if count > _MOST_LAYERS:
+            raise UserError(
+                f"{folder / 'config.json'} has {name} {count}: a model has at most {_MOST_LAYERS:,}. Restore the file."
+            )
+
+
+def _counts(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
+    """How many layers, blocks or experts of each kind a configuration names."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _counts(value)
+        elif isinstance(value, int) and any(word in name for word in ("layer", "block", "expert", "depth")):
+            yield name, value
 
 
 def _use_cache_alone_when_offline() -> bool:

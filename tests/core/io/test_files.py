@@ -3,12 +3,14 @@
 import json
 import math
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from groupwise.core.io.files import append_jsonl, read_jsonl, to_json, write_atomic
+from groupwise.core.errors import UserError
+from groupwise.core.io.files import append_jsonl, cache_folder, read_jsonl, to_json, user_path, write_atomic
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path, monkeypatch):
@@ -52,3 +54,12 @@ def test_a_last_line_that_was_cut_short_is_ignored(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 3, "lo')
     assert read_jsonl(path) == [{"step": 0, "loss": None}, {"step": 1}, {"step": 2}]
+
+
+def test_a_home_that_is_not_there_is_no_traceback(monkeypatch):
+    assert user_path("~nobody-of-this-name/x") == Path("~nobody-of-this-name/x")
+    monkeypatch.delenv("GROUPWISE_CACHE", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.getuid", lambda: 2**31 - 7)  # a user without an entry, as in containers
+    with pytest.raises(UserError, match="GROUPWISE_CACHE"):
+        cache_folder()

@@ -1,7 +1,7 @@
 """Files that survive a crash, and files from strangers: atomic writes, bounded reads of regular files, JSON, JSONL.
 
-A folder may come from someone else, so links are never followed, nothing but regular files is opened, and JSON has a
-limit on its bytes and its depth.
+A folder may come from someone else: nothing but regular files is opened, JSON has a limit on its bytes and its depth,
+and links are not followed unless the reader says so, as for datasets and for models in the hub's cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,19 @@ def ignore_message(_text: str) -> None:
 
 def cache_folder() -> Path:
     """The folder of things that can be computed again: $GROUPWISE_CACHE, or ~/.cache/groupwise."""
-    return Path(os.environ.get(_CACHE_VARIABLE) or Path.home() / ".cache" / "groupwise")
+    named = os.environ.get(_CACHE_VARIABLE)
+    try:
+        return Path(named) if named else Path.home() / ".cache" / "groupwise"
+    except RuntimeError as error:
+        raise UserError(f"There is no home folder to keep a cache in. Name one in ${_CACHE_VARIABLE}.") from error
+
+
+def user_path(text: str) -> Path:
+    """A path with the home folder in place of ~; as it is where there is no such user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -89,12 +101,13 @@ def _named_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def open_regular(path: Path, *, max_bytes: int | None = None) -> io.BufferedReader:
-    """A file opened for reading. Refuses links, folders, pipes and devices, and files that are too large."""
+def open_regular(path: Path, *, max_bytes: int | None = None, follow_links: bool = False) -> io.BufferedReader:
+    """A file opened for reading. Refuses folders, pipes and devices, files that are too large, and usually links."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | _NO_FOLLOW | _NO_WAIT)
+        descriptor = os.open(path, os.O_RDONLY | _NO_WAIT | (0 if follow_links else _NO_FOLLOW))
     except OSError as error:
-        reason = "it is a link, and links are not followed" if path.is_symlink() else error.strerror
+        is_refused = not follow_links and path.is_symlink()
+        reason = "it is a link, and links are not followed" if is_refused else error.strerror
         raise UserError(f"{path} cannot be read: {reason}.") from error
     problem = _problem(os.fstat(descriptor), max_bytes)
     if problem:
@@ -112,15 +125,15 @@ def _problem(status: os.stat_result, max_bytes: int | None) -> str:
     return ""
 
 
-def read_bytes(path: Path, *, max_bytes: int = MAX_JSON_BYTES) -> bytes:
-    with open_regular(path, max_bytes=max_bytes) as file:
+def read_bytes(path: Path, *, max_bytes: int = MAX_JSON_BYTES, follow_links: bool = False) -> bytes:
+    with open_regular(path, max_bytes=max_bytes, follow_links=follow_links) as file:
         return file.read()
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
     """The JSON object of a file; anything else in it is refused."""
     try:
-        content = parse_json(read_bytes(path))
+        content = parse_json(read_bytes(path, follow_links=follow_links))
     except UserError:
         raise
     except ValueError as error:

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.files import user_path
 
 _files: dict[Path, tuple[int, ModuleType]] = {}
 """Modules imported from files, with the time of the file's last change: a file that did not change runs once."""
@@ -62,7 +63,7 @@ def import_object(spec: str, setting: str, *, known: Iterable[str] = (), default
         )
     refuse_unnamed_code(spec, setting)
     try:
-        module = _import_file(Path(source).expanduser()) if is_file else _import_module(source)
+        module = _import_file(user_path(source)) if is_file else _import_module(source)
     except UserError as error:
         raise UserError(f"{setting} '{spec}' cannot be imported. {error}") from error
     try:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 _PLAIN: dict[Any, Any] = {
     int: int,
@@ -17,6 +18,17 @@ _PLAIN: dict[Any, Any] = {
     Path: str,
     type(None): type(None),
 }
+
+
+_LARGEST = 1e300
+"""Sums of such numbers are still finite."""
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a JSON value is a finite number that can be counted with: JSON's own may have thousands of digits."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) < _LARGEST and math.isfinite(value)
 
 
 def has_type(value: Any, hint: Any) -> bool:

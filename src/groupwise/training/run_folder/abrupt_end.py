@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from groupwise.core.io.json_types import is_number
 from groupwise.core.units import format_bytes
 
 NEARLY_FULL = 0.8
@@ -52,9 +53,9 @@ def _killed_since(owner: Mapping[str, Any]) -> str:
 
 def _nearly_full(memory: object) -> str:
     """Of host memory, which `device` is where the run had no accelerator."""
-    if not isinstance(memory, dict) or not all(isinstance(memory.get(name), int) for name in ("host", "device")):
+    if not isinstance(memory, dict) or not all(is_number(memory.get(name)) for name in ("host", "device")):
         return ""
     host, device = memory["host"], memory["device"]
     if not 0 < NEARLY_FULL * device <= host <= 2 * device:
         return ""
-    return f"Its last step took {format_bytes(host)} of {format_bytes(device)} (measured)"
+    return f"Its last step took {format_bytes(int(host))} of {format_bytes(int(device))} (measured)"

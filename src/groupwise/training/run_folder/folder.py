@@ -25,6 +25,7 @@ from groupwise.core.io.files import (
     to_json,
     write_atomic,
 )
+from groupwise.core.io.json_types import is_number
 from groupwise.dist.launcher import launcher_identity, rendezvous_id, was_restarted
 from groupwise.training.run_folder.abrupt_end import oom_kills
 from groupwise.workloads.checkpoint_files import newest_first, refuse_other_than_folder
@@ -62,7 +63,7 @@ class Owner:
 def reward_of(entry: Mapping[str, Any]) -> float | None:
     """Of a line of metrics.jsonl; None where the step has none."""
     reward = entry.get("reward")
-    return float(reward) if isinstance(reward, int | float) else None
+    return float(reward) if is_number(reward) else None
 
 
 class RunFolder:
@@ -163,7 +164,8 @@ class RunFolder:
 
     def write(self, name: str, content: Mapping[str, Any]) -> None:
         """Replace a JSON file atomically."""
-        write_atomic(self.path / name, (to_json(content, indent=1) + "\n").encode())
+        with self._still_there():
+            write_atomic(self.path / name, (to_json(content, indent=1) + "\n").encode())
 
     def write_start(self, files: Mapping[str, bytes]) -> None:
         """Keep what the workload measured when it was built, for a run that ends before its first checkpoint."""
@@ -180,7 +182,20 @@ class RunFolder:
         return start if start.is_dir() else None
 
     def append(self, name: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        append_jsonl(self.path / name, entries)
+        with self._still_there():
+            append_jsonl(self.path / name, entries)
+
+    @contextmanager
+    def _still_there(self) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            if self.path.is_dir():
+                raise
+            raise UserError(
+                f"The run folder {self.path} has been moved or deleted while the run was writing to it. If it was"
+                " moved, continue with --resume and its new place as --run-dir: the checkpoints are complete."
+            ) from error
 
     def append_samples(self, entries: Sequence[Mapping[str, Any]], *, max_bytes: int) -> None:
         """Rotates: beyond `max_bytes` the file becomes samples.1.jsonl, in place of the one before."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.core.errors import UserError, require
+from groupwise.core.io.files import read_json
 from groupwise.memory.plan import Reduction
 from groupwise.memory.sharding import ShardUnits, UnitParams, per_rank
 from groupwise.memory.stages import PassPeaks, StageBytes, StepSpec, WeightBytes
@@ -386,8 +386,7 @@ def read_transformer_config(folder: Path) -> dict[str, Any]:
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise UserError(f"{folder} holds no config.json of a transformer. Give the folder of a pipeline.")
-    content: dict[str, Any] = json.loads(file.read_text())
-    return content
+    return read_json(file, follow_links=True)
 
 
 def wan_architecture(content: Mapping[str, Any], source: str = "The config") -> WanArchitecture:

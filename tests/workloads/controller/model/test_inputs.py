@@ -1,5 +1,6 @@
 """Images and texts as transformers' own processors make them; bad ones are refused with the reason."""
 
+import os
 from dataclasses import replace
 from io import BytesIO
 
@@ -20,6 +21,7 @@ from groupwise.workloads.controller.model.images import (
     crop_by_tier,
     largest_grid,
     open_image,
+    read_image,
     resized_shape,
 )
 from groupwise.workloads.controller.model.load import load_model
@@ -255,3 +257,14 @@ def test_the_image_token_must_be_there_once(llava):
         for_text.front_end.sample(image_of(64, 64), "what is this")
     with pytest.raises(UserError, match="came without a tokenizer"):
         replace(llava, tokenizer=None).front_end.sample(image_of(64, 64), "what")
+
+
+def test_an_image_that_pillow_gives_to_another_program_is_refused(tmp_path, monkeypatch):
+    """Pillow runs Ghostscript on EPS files."""
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'ran'}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "image.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n")
+    with pytest.raises(UserError, match="cannot be read as an image"):
+        read_image(tmp_path / "image.png")
+    assert not (tmp_path / "ran").exists()

@@ -58,7 +58,7 @@ def test_a_measured_drop_order_is_taken_from_the_folder(folders, tmp_path):
     )
     assert loaded.fingerprint != weights_fingerprint(saved["llava"])  # bfloat16 answers are other answers
     (tmp_path / "model" / "importance.json").write_text("{")
-    with pytest.raises(UserError, match=r"importance.json is not JSON"):
+    with pytest.raises(UserError, match=r"importance.json is damaged"):
         load_model(tmp_path / "model")
 
 

@@ -65,7 +65,7 @@ STRETCHED = "[1 0 0 0] [0 1 0 0] [0 0 3 0] [0 0 0 1] "
 BAD = [
     ({"frame0": {"cam01": MIRRORED}}, r"cam01 of .* is mirrored in frame 0"),
     ({"frame0": {"cam01": STRETCHED}}, r"no rotation \(R R\^T differs from 1 by 8\)"),
-    ({"frame0": {"cam01": "[1 2] [3]"}}, "is not four rows of four numbers"),
+    ({"frame0": {"cam01": "[1 2] [3]"}}, "is not three axes"),
     ({"frame0": {"cam02": MIRRORED}}, "has no camera 'cam01' in each frame: its first frame has cam02"),
     ({"frame1": {"cam01": MIRRORED}}, "its keys must be frame0"),
     ([1], "it holds list"),
@@ -156,3 +156,32 @@ def test_rows_name_a_camera_file_and_its_cameras(tmp_path):
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "", "camera": camera}))
         with pytest.raises(gw.UserError, match=message):
             read_conditions(str(tmp_path / "rows.jsonl"), RowFilter("refuse", "--x"))
+
+
+POSE = "[1 0 0 0] [0 1 0 0] [0 0 1 0] [1 2 3 1]"
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (b"", "it needs file_name and text"),
+        (b"file_name,text\n", "holds a header alone"),
+        (b"file_name,text\nf/s/videos/cam01.mp4,\xff\n", "it must be UTF-8"),
+        (b"file_name,text\nf/s/videos/cam01.mp4," + b"x" * 200_000, "line 2 is not CSV"),
+        (b"file_name,text\n/,x\n", "the video / cannot be read"),
+        (b"file_name,text,source\nf/s/videos/cam01.mp4,x,a/b\n", "must be the name of a camera"),
+    ],
+)
+def test_a_table_of_any_content_is_refused(tmp_path, table, message):
+    (tmp_path / "metadata.csv").write_bytes(table)
+    with pytest.raises(gw.UserError, match=message):
+        read_conditions(str(tmp_path), RowFilter("refuse", "workload.on_bad_row"))
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("text", [POSE.replace("3 1]", "3 0]"), POSE.replace("[1 2", "[inf 2"), "[" * 40_000, 5])
+def test_a_pose_of_any_content_is_refused(tmp_path, text):
+    (tmp_path / "cameras.json").write_text(json.dumps({"frame0": {"cam01": text}}))
+    with pytest.raises(BadRow, match="is not three axes"):
+        target_poses(tmp_path / "cameras.json", target="cam01")

@@ -1,6 +1,7 @@
 """Conditions from files: what is read, and lines that are refused."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -31,11 +32,26 @@ from groupwise.workloads.flow.data.rows import read_conditions
         ('{"prompt": "", "camera": "deep.json"}', "nested too deeply"),
         ('{"prompt": "", "camera": "long.npy"}', "at most 100,000 poses"),
         ("", "holds no usable row"),
+        ('{"prompt": "", "camera": [[1' + "0" * 400 + "]]}", "cannot be read"),
+        ('{"prompt": "", "camera": "pipe.json"}', "not a regular file"),
+        ('{"prompt": "", "camera": "pipe.npy"}', "not a regular file"),
+        ('{"prompt": "", "camera": "zero.json"}', "not a regular file"),
+        ('{"prompt": "", "camera": {"extrinsics": "zero.json", "target": "cam01"}}', "not a regular file"),
+        ('{"prompt": "", "video": "pipe.npy"}', "not a regular file"),
+        ('{"prompt": "", "video": "pipe.mp4"}', "not a regular file"),
+        ('{"prompt": "", "video": "pipe.gif"}', "not a regular file"),
+        ('{"prompt": "", "video": "open.npy"}', r"open\.npy cannot be read"),
+        ('{"prompt": "", "camera": "open.npy"}', "cannot be read"),
     ],
 )
+@pytest.mark.timeout(60)
 def test_lines_that_are_no_conditions_are_refused(tmp_path, line, message):
     (tmp_path / "lines.jsonl").write_text(line + "\n")
     (tmp_path / "clip.mp4").write_bytes(b"\0\0\0\x20ftypisom")
+    (tmp_path / "open.npy").write_bytes(b"\x93NUMPY\x01\0\x01\0(")
+    for name in ("pipe.json", "pipe.npy", "pipe.mp4", "pipe.gif"):
+        os.mkfifo(tmp_path / name)
+    (tmp_path / "zero.json").symlink_to("/dev/zero")
     for name in ("noise.npy", "noise.png", "noise.json"):
         (tmp_path / name).write_bytes(bytes(range(128, 256)))
     (tmp_path / "empty.npy").touch()

@@ -4,6 +4,7 @@
 B forward passes, C losses and gradients of its training, D four steps with guidance.
 """
 
+import os
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
@@ -176,3 +177,27 @@ def test_other_files_are_refused(tmp_path):
     (tmp_path / "text.safetensors").write_text("hello")
     with pytest.raises(gw.UserError, match="cannot be read as weights"):
         load_camera_layers(fresh(), tmp_path / "text.safetensors")
+
+
+def test_damaged_and_strange_checkpoints_are_refused(tmp_path):
+    path = tmp_path / "weights.ckpt"
+    torch.save({"a": torch.zeros(2)}, path)
+    intact = path.read_bytes()
+    for name in (b"_rebuild_tensor_v2", b"FloatStorage", b"OrderedDict"):
+        path.write_bytes(intact.replace(name, b"\xff" * len(name)))
+        with pytest.raises(gw.UserError, match="cannot be read as weights"):
+            read_weights(path)
+    for content in ({5: torch.zeros(2)}, {"a": torch.eye(2).to_sparse()}, {"a": torch.zeros(2, device="meta")}):
+        torch.save(content, path)
+        with pytest.raises(gw.UserError, match="does not hold tensors by name"):
+            read_weights(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(gw.UserError, match="not a regular file"):
+        read_weights(path)
+
+
+@pytest.mark.parametrize("name", ["", "a\nb", "blocks.0.\n"])
+def test_names_of_any_kind_have_a_translation_or_none(name):
+    assert diffusers_name(name) is None
+    assert original_name(name) is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,10 @@ from groupwise.workloads.controller.config import OVERVIEW_SIDE
 
 _MAX_ASPECT_RATIO = 200
 _FIRST_SIDEWAYS_ORIENTATION = 5
+_FORMATS = ("PNG", "JPEG", "MPO", "JPEG2000", "GIF", "WEBP", "BMP", "TIFF", "PPM")
+"""Not all that Pillow knows: for EPS it runs Ghostscript, a program, on the file."""
+_BROKEN = (OSError, SyntaxError, ValueError, EOFError, TypeError, OverflowError, IndexError, KeyError, struct.error)
+"""What Pillow raises for a damaged file."""
 _SPARE = 2
 """How many times the sides of the finest tier are kept when an image is shrunk."""
 CropShape = tuple[int, ...]
@@ -178,7 +183,8 @@ def _opened(file: Path | BytesIO) -> Iterator[Image.Image]:
         file.seek(0)
     elif not file.is_file():
         raise UserError(f"There is no image file {file}. Check the path.")
-    with _readable_errors("The image" if isinstance(file, BytesIO) else str(file)), Image.open(file) as opened:
+    name = "The image" if isinstance(file, BytesIO) else str(file)
+    with _readable_errors(name), Image.open(file, formats=_FORMATS) as opened:
         yield opened
 
 
@@ -191,7 +197,7 @@ def _readable_errors(name: str) -> Iterator[None]:
             f"{name} is refused: {' '.join(str(error).split())} A small file may claim so many pixels to exhaust the"
             " memory. Shrink an image that is meant to be so large, or raise PIL.Image.MAX_IMAGE_PIXELS."
         ) from error
-    except (OSError, SyntaxError, ValueError) as error:
+    except _BROKEN as error:
         raise UserError(
             f"{name} cannot be read as an image ({error}). It is damaged or of an unknown format: open it in a viewer"
             " and save it again as PNG or JPEG."

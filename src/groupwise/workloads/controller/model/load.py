@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import transformers
 from transformers.utils import cached_file
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.files import read_json
 from groupwise.dist.devices import default_device, move_module
 from groupwise.workloads.controller.model.adapters import ModelAdapter, adapter_for, check_family, default_options
 from groupwise.workloads.controller.model.images import ImageNormalization
@@ -127,7 +127,7 @@ def read_config(source: str) -> Any:
 
 def _config_content(source: str) -> dict[str, Any]:
     file = _file(source, "config.json")
-    return {} if file is None else _json(file)
+    return {} if file is None else read_json(file, follow_links=True)
 
 
 def load_text_model(source: str) -> Any:
@@ -184,18 +184,10 @@ def _drop_order(source: str) -> Sequence[int] | None:
     file = _file(source, _IMPORTANCE_FILE)
     if file is None:
         return None
-    order = _json(file).get("drop_order")
+    order = read_json(file, follow_links=True).get("drop_order")
     if not isinstance(order, list) or not all(isinstance(block, int) for block in order):
         raise UserError(f"{file} holds no drop_order: it must be a list of blocks, the least important first.")
     return order
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}). Fix it or delete it.") from error
-    return content if isinstance(content, dict) else {}
 
 
 def _tokenizer(source: str) -> Any:
@@ -203,7 +195,7 @@ def _tokenizer(source: str) -> Any:
         return None
     tokenizer = _load(source, lambda: transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False))
     if tokenizer.chat_template is None and (file := _file(source, "chat_template.json")):
-        tokenizer.chat_template = _json(file).get("chat_template")
+        tokenizer.chat_template = read_json(file, follow_links=True).get("chat_template")
     return tokenizer
 
 

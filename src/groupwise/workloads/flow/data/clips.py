@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from groupwise.core.errors import UserError
 from groupwise.core.groups import content_hash
+from groupwise.core.io.files import open_regular
 from groupwise.core.units import format_bytes
 from groupwise.data.file_hash import file_hash
 from groupwise.data.rows import BadRow
@@ -35,7 +37,10 @@ MAX_CLIP_BYTES = 4 << 30
 _CONTAINERS = {".mp4": "mp4", ".m4v": "mp4", ".mov": "mov", ".webm": "matroska", ".mkv": "matroska", ".avi": "avi"}
 """The format that a video is read in: never one that refers to other files, such as a playlist."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM")
-_BROKEN = (OSError, ValueError, SyntaxError, EOFError, TypeError, OverflowError, IndexError, KeyError, struct.error)
+_BROKEN = (
+    *(OSError, ValueError, SyntaxError, EOFError, TypeError, OverflowError, IndexError, KeyError),
+    *(struct.error, TokenError),
+)
 """What readers raise for a damaged file."""
 Frame = np.ndarray[Any, Any]
 """[height, width, 3] bytes."""
@@ -186,6 +191,7 @@ def _check_frame(height: int, width: int) -> None:
 
 def _array(path: Path) -> Frame:
     """[frames, height, width, 3] bytes of a .npy file, mapped: its header cannot promise more than the file has."""
+    open_regular(path, follow_links=True).close()
     frames = np.load(path, mmap_mode="r", allow_pickle=False)
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8:
         raise ValueError(f"its numbers are {getattr(frames, 'dtype', 'in several arrays')}, not bytes from 0 to 255")
@@ -202,7 +208,7 @@ def _image(path: Path) -> Iterator[Any]:
 
     with warnings.catch_warnings():  # sizes are checked here, with our limit
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-        with Image.open(path, formats=_IMAGE_FORMATS) as image:
+        with open_regular(path, follow_links=True) as file, Image.open(file, formats=_IMAGE_FORMATS) as image:
             _check_frame(image.height, image.width)
             yield image
 
@@ -217,7 +223,10 @@ def _video(path: Path, **options: str) -> Iterator[tuple[Any, Any]]:
 
     options |= {"max_pixels": str(MAX_FRAME_PIXELS)}
     # an open file, not a path: what is in it has no way to another one
-    with path.open("rb") as file, av.open(file, format=_CONTAINERS[path.suffix], options=options) as container:
+    with (
+        open_regular(path, follow_links=True) as file,
+        av.open(file, format=_CONTAINERS[path.suffix], options=options) as container,
+    ):
         if not container.streams.video:
             raise ValueError("it has no video stream")
         stream = container.streams.video[0]

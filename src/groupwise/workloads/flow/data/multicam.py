@@ -8,6 +8,7 @@ the top names the clips below `train/`. In the camera file `frameN` -> `camNN` i
 from __future__ import annotations
 
 import csv
+import io
 import random
 import re
 from collections.abc import Mapping
@@ -21,8 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
-from groupwise.core.units import format_bytes
+from groupwise.core.io.files import parse_json, read_bytes
 from groupwise.data.rows import BadRow, Record, Records
 
 METADATA = "metadata.csv"
@@ -78,21 +78,22 @@ def camera_poses(cameras: Mapping[str, Any], name: str, file: Path) -> Poses:
 def read_metadata(folder: Path) -> Records:
     """The rows of metadata.csv as they are: see `multicam_row`."""
     path = folder / METADATA
-    with path.open(newline="", encoding="utf-8-sig") as file:
-        reader = csv.DictReader(file, restkey=_BEYOND, strict=True)
-        try:
-            header = list(reader.fieldnames or ())
-            lines = [(row, reader.line_num) for row in reader]
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path} holds the byte 0x{error.object[error.start]:02x} where UTF-8 has none: it must be UTF-8. Save"
-                " it again in that encoding."
-            ) from error
-        except csv.Error as error:
-            raise UserError(
-                f"{path}, line {reader.reader.line_num} is not CSV ({error}): a text in double quotes must end with"
-                " one, and a quote in it is written twice. Fix it."
-            ) from error
+    try:
+        text = read_bytes(path, follow_links=True).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} holds the byte 0x{error.object[error.start]:02x} where UTF-8 has none: it must be UTF-8. Save it"
+            " again in that encoding."
+        ) from error
+    reader = csv.DictReader(io.StringIO(text, newline=""), restkey=_BEYOND, strict=True)
+    try:
+        header = list(reader.fieldnames or ())
+        lines = [(row, reader.line_num) for row in reader]
+    except csv.Error as error:
+        raise UserError(
+            f"{path}, line {reader.reader.line_num} is not CSV ({error}): a text in double quotes must end with one,"
+            " and a quote in it is written twice. Fix it."
+        ) from error
     if not {"file_name", "text"} <= set(header):
         raise UserError(
             f"{path} has the columns {', '.join(map(repr, header)) or 'none'}: it needs file_name and text. Name them"
@@ -119,7 +120,7 @@ def multicam_row(folder: Path, row: Record) -> Record:
     return {
         **columns,
         "prompt": row["text"],
-        "video": str(clip.with_stem(source)),
+        "video": str(clip.parent / f"{source}{clip.suffix}"),
         "camera": {**camera, "source": source},
     }
 
@@ -147,9 +148,7 @@ def _draw_source(videos: Path, clip: Path) -> str:
 
 def _read(file: Path) -> Mapping[str, Any]:
     try:
-        if file.stat().st_size > MAX_JSON_BYTES:
-            raise ValueError(f"it has more than {format_bytes(MAX_JSON_BYTES)}")
-        cameras = parse_json(file.read_bytes())
+        cameras = parse_json(read_bytes(file, follow_links=True))
     except (OSError, ValueError) as error:
         raise BadRow(*_unreadable(file, str(error))) from error
     if not isinstance(cameras, Mapping):
@@ -158,11 +157,15 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _parse(text: Any, file: Path) -> NDArray[np.float64]:
-    rows = re.findall(r"\[([^\]]*)\]", text) if isinstance(text, str) else []
+    rows = re.findall(r"\[([^\[\]]*)\]", text) if isinstance(text, str) else []
     try:
-        return np.array([[float(number) for number in row.split()] for row in rows]).reshape(4, 4)
+        matrix = np.array([[float(number) for number in row.split()] for row in rows]).reshape(4, 4)
+        if not np.isfinite(matrix).all() or matrix[:, 3].tolist() != [0, 0, 0, 1]:
+            raise ValueError("no pose")
+        return matrix
     except ValueError as error:
-        raise BadRow(*_unreadable(file, f"'{str(text)[:40]}' is not four rows of four numbers in brackets")) from error
+        why = f"'{str(text)[:40]}' is not three axes [a b c 0] and a position [x y z 1]"
+        raise BadRow(*_unreadable(file, why)) from error
 
 
 def _check_rotations(axes: NDArray[np.float64], name: str, file: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from groupwise.core.errors import UserError
-from groupwise.core.io.files import MAX_JSON_BYTES, parse_json
-from groupwise.core.units import format_bytes
+from groupwise.core.io.files import open_regular, parse_json, read_bytes, user_path
 from groupwise.data.rows import BadRow, Record, RowFilter, format_counts, read_rows, require_columns
 from groupwise.workloads.flow.data.clips import ClipFormat, open_clip
 from groupwise.workloads.flow.data.multicam import METADATA, multicam_row, read_metadata, target_poses
@@ -31,7 +31,7 @@ _MAX_POSES = 100_000
 
 def read_conditions(dataset: str, row_filter: RowFilter, clips: ClipFormat = ClipFormat()) -> list[Condition]:  # noqa: B008
     """The conditions of a dataset: rows, or a folder of MultiCamVideo with its metadata.csv."""
-    path = Path(dataset).expanduser()
+    path = user_path(dataset)
     is_multicam = (path / METADATA).is_file()
     records = read_metadata(path) if is_multicam else read_rows(dataset, row_filter)
     folder = path if path.is_dir() else path.parent if path.exists() else Path()
@@ -43,7 +43,8 @@ def read_conditions(dataset: str, row_filter: RowFilter, clips: ClipFormat = Cli
         except BadRow as bad:
             row_filter.reject(source, bad)
     if not conditions:
-        raise UserError(f"No row of {dataset} can be used: {format_counts(row_filter.skipped)}.")
+        counts = format_counts(row_filter.skipped) or "it has none"
+        raise UserError(f"No row of {dataset} can be used: {counts}.")
     return conditions
 
 
@@ -70,7 +71,7 @@ def _camera(camera: Any, folder: Path, frames: int | None) -> Float[Tensor, "fra
         if isinstance(camera, str):
             camera = _read_numbers(folder / camera)
         poses = torch.tensor(np.asarray(camera, dtype=np.float32))
-    except (OSError, ValueError, TypeError, AttributeError, EOFError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, EOFError, OverflowError, TokenError) as error:
         raise BadRow(
             "unreadable camera path",
             f"its camera path cannot be read ({error}): give [frames, 12] numbers, or a .npy or .json file.",
@@ -83,15 +84,12 @@ def _camera(camera: Any, folder: Path, frames: int | None) -> Float[Tensor, "fra
 def _read_numbers(path: Path) -> Any:
     """What a .npy or .json file holds; its size is checked first."""
     if path.suffix == ".npy":
+        open_regular(path, follow_links=True).close()
         numbers = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: no more than the file has
         if numbers.size > 16 * _MAX_POSES:
             raise ValueError(f"it has shape {list(numbers.shape)}, and a path has at most {_MAX_POSES:,} poses")
         return numbers
-    if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(
-            f"it has {format_bytes(path.stat().st_size)}, and at most {format_bytes(MAX_JSON_BYTES)} are read"
-        )
-    return parse_json(path.read_bytes())
+    return parse_json(read_bytes(path, follow_links=True))
 
 
 def _camera_of_file(camera: Mapping[str, Any], folder: Path, frames: int | None) -> Float[Tensor, "frames 12"]:

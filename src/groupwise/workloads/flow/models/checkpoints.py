@@ -6,18 +6,18 @@ under diffusers' names. Both are read, the map of names goes both ways, and read
 
 from __future__ import annotations
 
-import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from groupwise.core.errors import UserError
+from groupwise.core.errors import UserError, is_out_of_memory
+from groupwise.core.io.files import open_regular
 from groupwise.dist.deferred_weights import defer_tensors
 from groupwise.workloads.checkpoint_files import WEIGHTS, is_in_parts
 from groupwise.workloads.checkpoint_files import read_weights as checkpoint_weights
@@ -50,7 +50,7 @@ _BLOCK = {
     "projector": "attn1.processor.projector",
 }
 _IN_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
-_TENSOR = re.compile(r"(.+?)(\.weight|\.bias)?")
+_TENSOR = re.compile(r"(.*?)(\.weight|\.bias)?", re.DOTALL)
 
 
 def diffusers_name(original: str) -> str | None:
@@ -78,18 +78,27 @@ def _inverse(names: Mapping[str, str]) -> dict[str, str]:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors file, or of a .ckpt, .pt or .pth that holds nothing but tensors by name."""
+    open_regular(path, follow_links=True).close()
     try:
         if path.suffix == ".safetensors":
             return load_file(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except Exception as error:  # torch's reader raises whatever a damaged file leads it to
+        if is_out_of_memory(error):
+            raise
         raise UserError(
             f"{path} cannot be read as weights ({' '.join(str(error).split())[:200]}). Give a .safetensors file, or a"
             " .ckpt of tensors by name; code in a file is never executed."
         ) from error
-    if not isinstance(content, Mapping) or not all(isinstance(weight, Tensor) for weight in content.values()):
+    if not isinstance(content, Mapping) or not all(_is_weight(*entry) for entry in content.items()):
         raise UserError(f"{path} does not hold tensors by name. Save the transformer's state_dict() alone.")
     return dict(content)
+
+
+def _is_weight(name: Any, weight: Any) -> bool:
+    """Whether an entry is a tensor of numbers that are in the file; torch saves sparse and meta tensors too."""
+    known = isinstance(name, str) and isinstance(weight, Tensor)
+    return known and weight.layout is torch.strided and not (weight.is_meta or weight.is_quantized or weight.is_nested)
 
 
 def load_camera_layers(transformer: WanTransformer3DModel, path: Path) -> None:

@@ -45,7 +45,7 @@ def read_index(folder: Path) -> dict[str, Any]:
             f"{folder} is not a pipeline folder: it has no model_index.json. Give a folder written by a pipeline's"
             " save_pretrained or downloaded from the hub."
         )
-    return read_json(index.resolve())  # in the hub's cache it is a link
+    return read_json(index, follow_links=True)
 
 
 def diffusers_class(folder: Path, name: object, base: type) -> Any:

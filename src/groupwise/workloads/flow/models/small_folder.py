@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from safetensors.torch import load_file, save_file
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.files import read_json
 
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
@@ -23,8 +23,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"workload.model is {folder}, which holds no {' and no '.join(missing)}. Name a folder that the task's tool"
             " has written (python -m tools.sprites or tools.discs), or leave it out for the embedded model."
         )
-    content: dict[str, Any] = json.loads((folder / _CONFIG).read_text())
-    return content
+    return read_json(folder / _CONFIG, follow_links=True)
 
 
 def load_weights(transformer: ModelMixin, folder: Path) -> None:

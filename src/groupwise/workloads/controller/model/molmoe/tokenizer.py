@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.files import read_json
 from groupwise.workloads.controller.model.images import ImageNormalization
 from groupwise.workloads.controller.model.molmoe.sizes import END_OF_TEXT, IMAGE_TOKENS, MolmoeSizes
 
@@ -50,7 +49,7 @@ def read_tokenizer(file: Path, sizes: MolmoeSizes) -> PreTrainedTokenizerFast:
 def read_normalization(file: Path) -> ImageNormalization:
     """Mean and deviation of each color, from preprocessor_config.json."""
     try:
-        content: dict[str, Any] = json.loads(file.read_text())
+        content = read_json(file, follow_links=True)
         mean, std = (tuple(float(value) for value in content[name]) for name in ("image_mean", "image_std"))
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file} has no image_mean and image_std of three numbers ({error!r}). Fix it.") from error

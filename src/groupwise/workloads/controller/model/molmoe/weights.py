@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.models.olmoe.modeling_olmoe import OlmoeRotaryEmbedding
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.files import read_json
 from groupwise.workloads.controller.model.molmoe.modeling import MolmoeConfig, MolmoeForConditionalGeneration
 from groupwise.workloads.controller.model.molmoe.sizes import PATCH_SIDE, MolmoeSizes, tensor_shapes, vision_block
 
@@ -83,11 +84,7 @@ def weight_files(find_file: FindFile, source: str) -> list[Path]:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    try:
-        content = json.loads(index.read_text())
-    except ValueError as error:
-        raise UserError(f"{index} is not JSON ({error}). {_FETCH}") from error
-    names = content.get("weight_map") if isinstance(content, dict) else None
+    names = read_json(index, follow_links=True).get("weight_map")
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise UserError(f"{index} has no weight_map from tensors to files. {_FETCH}")
     return names
@@ -113,7 +110,7 @@ def read_header(file: Path) -> Iterator[StoredTensor]:
             header: dict[str, Any] = json.loads(opened.read(length))
             header.pop("__metadata__", None)
             entries = [(name, _entry(entry)) for name, entry in header.items()]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{file} has a damaged header ({error!r}). {_FETCH}") from error
     for name, (dtype, shape, start, end) in entries:
         if dtype not in _DTYPES or end - start != prod(shape) * _DTYPES[dtype].itemsize:

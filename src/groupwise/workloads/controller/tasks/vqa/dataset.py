@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UserError
+from groupwise.core.io.files import open_regular
 from groupwise.data.rows import BadRow, Record, RowFilter, read_rows, require_columns
 from groupwise.workloads.controller.task import Split
 
@@ -194,10 +195,11 @@ def _image_name(template: str, subtype: str, image_id: object) -> str:
 def _read_json(file: Path, name: str) -> dict[str, Any]:
     if not file.is_file():
         raise UserError(f"There is no file {file}. Check workload.questions and workload.annotations.")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON ({error}). Fix it.") from error
+    with open_regular(file, follow_links=True) as opened:
+        try:
+            content = json.load(opened)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{file} is not JSON ({error}). Fix it.") from error
     if not isinstance(content, dict) or not isinstance(content.get(name), list):
         raise UserError(f"{file} is not VQA's {name} file: it must be an object with a list '{name}'.")
     return content
@@ -207,4 +209,7 @@ def _fields(record: Any, names: Sequence[str], where: str) -> list[Any]:
     missing = [name for name in names if not isinstance(record, dict) or name not in record]
     if missing:
         raise UserError(f"{where} has no '{missing[0]}'. It needs {', '.join(names)}.")
+    wrong = [name for name in names if isinstance(record[name], list | dict)]
+    if wrong:
+        raise UserError(f"{where} has {type(record[wrong[0]]).__name__} as its '{wrong[0]}'. It must be one value.")
     return [record[name] for name in names]
