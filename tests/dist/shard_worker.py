@@ -90,6 +90,7 @@ def configs(folder: Path) -> dict[str, gw.Config]:
         "chat lora": replace(_chat(folder, reference="adapter", lora_rank=2, gradient_checkpointing=True), loss=kl),
         "chat plain": replace(_chat(folder, forward="plain"), shard_exchange="update"),
         "chat checkpointed": replace(_chat(folder, reference="copy", gradient_checkpointing=True), loss=kl),
+        "chat float32": replace(_chat(folder, reference="copy", dtype="float32"), loss=kl),
         "chat bfloat16": replace(_chat(folder, reference="copy", dtype="bfloat16"), loss=kl),
         "nodes": replace(fakes.recipe(), workload=FakeConfig(), optimizer=twice, shard_over="node", **SHAPE),
         "flow by steps": replace(flow, rows_per_pass=1, loss=replace(flow.loss, ratio="rollout")),

@@ -172,16 +172,19 @@ def test_adapters_checkpoints_the_plain_forward_and_a_ratio_per_rollout_are_the_
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_bfloat16_policy_differs_by_its_rounding_alone(tmp_path):
-    """Sharded, weights are rounded before the norms and the residual stream, too."""
-    runs = shuffled(["chat bfloat16/whole", "chat bfloat16/blocks"])
-    outcomes = run_steps(tmp_path, runs, (1, 2))
-    alone, (whole, blocks) = outcomes[1]["chat bfloat16"], (outcomes[2][run] for run in runs)
-    assert whole["weights"].dtype == torch.float32
-    assert blocks["decisions"] == whole["decisions"] == alone["decisions"]
-    assert torch.equal(blocks["gradient"], whole["gradient"])
-    assert torch.equal(blocks["weights"], whole["weights"])
-    assert (whole["gradient"] - alone["gradient"]).norm() < 0.02 * alone["gradient"].norm()
+def test_policies_in_float32_and_bfloat16_differ_by_their_rounding_alone(folder):
+    """Sharded, weights in bfloat16 are rounded before the norms and the residual stream, too."""
+    rounding = {"float32": 1e-5, "bfloat16": 0.02}
+    runs = [f"chat {dtype}/{rollout}/shuffled" for dtype in rounding for rollout in ("whole", "blocks")]
+    outcomes = run_steps(folder, runs, (1, 2))
+    for dtype, share in rounding.items():
+        alone = outcomes[1][f"chat {dtype}"]
+        whole, blocks = (outcomes[2][run] for run in runs if dtype in run)
+        assert whole["weights"].dtype == torch.float32
+        assert blocks["decisions"] == whole["decisions"] == alone["decisions"]
+        assert torch.equal(blocks["gradient"], whole["gradient"])
+        assert torch.equal(blocks["weights"], whole["weights"])
+        assert (whole["gradient"] - alone["gradient"]).norm() < share * alone["gradient"].norm()
 
 
 @pytest.mark.slow
