@@ -29,21 +29,18 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from allocator import peak_allocated
-from sharding import MIB, config_for, held_bytes, peak_rss, return_freed_memory, write_model
+from sharding import EMBEDDED, MIB, config_for, held_bytes, peak_rss, return_freed_memory, write_model
 from torch.multiprocessing.spawn import start_processes
 
 from groupwise.cli.export import run as run_export
 from groupwise.dist.comm import Comm, connect, disconnect, exit_now
 from groupwise.dist.deferred_weights import deferring_weights
-from groupwise.recipes import load_recipe
 from groupwise.training.config import Config, to_dict
 from groupwise.training.loop import train_step
 from groupwise.training.run_folder.checkpoint import restore
 from groupwise.training.run_folder.checkpoint_writer import CheckpointWriter, write_checkpoint
 from groupwise.training.setup import Setup, _shard, set_up
 from groupwise.workloads.checkpoint_files import newest_valid_checkpoint
-
-EMBEDDED = load_recipe("chat").workload.policy.folder_or_name  # type: ignore[attr-defined]
 
 
 def config_of(folder: Path, ranks: int, setting: str = "whole") -> Config:
@@ -74,7 +71,7 @@ def load(folder: Path, comm: Comm, *, deferred: bool) -> dict[str, float]:
         _shard(config, comm, workload)
         return workload
 
-    large, small = config_of(folder, comm.ranks, "blocks"), config_for(Path(EMBEDDED), "blocks")
+    large, small = config_of(folder, comm.ranks, "blocks"), config_for(EMBEDDED, "blocks")
     build(small)
     return grown(lambda: build(large))
 

@@ -61,6 +61,16 @@ def test_averaged_or_trained_weights_by_flag(whole, tmp_path):
         assert torch.equal(auto[name], averaged[name])
 
 
+def test_a_damaged_checkpoint_is_reported_once_and_the_one_before_it_is_exported(sharded, tmp_path, capsys, recwarn):
+    newest = shutil.copytree(sharded / "checkpoints" / "step-000003", sharded / "checkpoints" / "step-000004")
+    next(newest.glob("shard-00002-*")).unlink()
+    exported(sharded, tmp_path / "out")
+    output = capsys.readouterr()
+    assert "of step-000003" in output.out
+    assert output.err.count("is damaged") == 1
+    assert not [warning for warning in recwarn if "is damaged" in str(warning.message)]
+
+
 def truncated(path):
     path.write_bytes(path.read_bytes()[:-10])
 

@@ -1,9 +1,10 @@
-"""Three steps of each workload, sharded and not, for each placement; rank 0 writes the outcomes.
+"""Three steps of each workload, sharded and not; rank 0 writes the outcomes.
 
-    python shard_worker.py FOLDER RUNS PLACEMENTS RANKS [RANKS ...]    (writes FOLDER/RANKS.pt; one rank is not sharded)
+    python shard_worker.py FOLDER RUNS RANKS [RANKS ...]               (writes FOLDER/RANKS.pt; one rank is not sharded)
 
-RUNS are names of `configs` with a mode of the rollout, as in chat/blocks; they and PLACEMENTS have commas between them.
-Ranks are forked from a process that has imported everything: that takes longer than the steps.
+RUNS, with commas between them, are names of `configs`, a mode of the rollout and a placement, as in chat/blocks/spread.
+One process has one run of each name, which no sharding or placement may change. Ranks are forked from a process that
+has imported everything: that takes longer than the steps.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from groupwise.training.setup import Setup, set_up
 from groupwise.workloads.chat.config import PolicyConfig
 from groupwise.workloads.controller.config import BudgetConfig
 
-PLACEMENTS = ("whole", "spread", "shuffled")
 SHAPE = {"steps": 3, "conditions_per_step": 12, "group_size": 2, "rows_per_pass": 2}
 
 
@@ -90,6 +90,7 @@ def configs(folder: Path) -> dict[str, gw.Config]:
         "chat lora": replace(_chat(folder, reference="adapter", lora_rank=2, gradient_checkpointing=True), loss=kl),
         "chat plain": replace(_chat(folder, forward="plain"), shard_exchange="update"),
         "chat checkpointed": replace(_chat(folder, reference="copy", gradient_checkpointing=True), loss=kl),
+        "chat float32": replace(_chat(folder, reference="copy", dtype="float32"), loss=kl),
         "chat bfloat16": replace(_chat(folder, reference="copy", dtype="bfloat16"), loss=kl),
         "nodes": replace(fakes.recipe(), workload=FakeConfig(), optimizer=twice, shard_over="node", **SHAPE),
         "flow by steps": replace(flow, rows_per_pass=1, loss=replace(flow.loss, ratio="rollout")),
@@ -152,16 +153,17 @@ def _decisions(rollouts: gw.Rollouts) -> list[Any]:
     return (data["choices"] if "choices" in data else data["latents"]).tolist()
 
 
-def run_rank(rank: int, ranks: int, port: int, folder: Path, runs: list[str], placements: list[str]) -> None:
+def run_rank(rank: int, ranks: int, port: int, folder: Path, runs: list[str]) -> None:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", **{name: str(number) for name, number in numbers.items()}}
-    shard, settings, outcomes = "none" if ranks == 1 else "full", configs(folder), {}
-    for run in runs if ranks > 1 else {f"{run.split('/')[0]}/auto" for run in runs}:
-        name, rollout = run.split("/")
-        for placement in placements:
-            config = replace(settings[name], placement=placement, shard=shard, shard_rollout=rollout)
-            os.environ["LOCAL_WORLD_SIZE"] = str(2 if config.shard_over == "node" else ranks)
-            outcomes[f"{run if ranks > 1 else name} {placement}"] = outcome(config)
+    settings, outcomes = configs(folder), {}
+    for run in runs if ranks > 1 else sorted({run.split("/")[0] for run in runs}):
+        name, *modes = run.split("/")
+        config = replace(settings[name], placement="shuffled")
+        if modes:
+            config = replace(config, shard="full", shard_rollout=modes[0], placement=modes[1])
+        os.environ["LOCAL_WORLD_SIZE"] = str(2 if config.shard_over == "node" else ranks)
+        outcomes[run] = outcome(config)
     if connect().is_main:
         torch.save(outcomes, folder / f"{ranks}.pt")
     disconnect()
@@ -169,11 +171,11 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path, runs: list[str], pl
 
 
 if __name__ == "__main__":
-    folder, runs, placements = Path(sys.argv[1]), sys.argv[2].split(","), sys.argv[3].split(",")
+    folder, runs = Path(sys.argv[1]), sys.argv[2].split(",")
     torch.set_num_threads(1)
     for name, config in configs(folder).items():
         if name in {run.split("/")[0] for run in runs}:
             config.workload.build(torch.device("cpu"))  # imports what it needs, and writes the tiny models
-    for count in map(int, sys.argv[4:]):
-        arguments = (count, free_port(), folder, runs, placements)
+    for count in map(int, sys.argv[3:]):
+        arguments = (count, free_port(), folder, runs)
         start_processes(run_rank, arguments, nprocs=count, start_method="fork")

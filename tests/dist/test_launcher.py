@@ -136,3 +136,20 @@ def test_only_a_launched_process_ends_with_its_parent(launched):
     assert bool(gone) == launched
     for process in alive:
         process.kill()
+
+
+def test_the_slurm_script_starts_one_launcher_per_node_at_the_address_of_the_first(tmp_path):
+    """Programs of SLURM that list more nodes than a pipe holds, and print what they would start."""
+    for name, line in (("scontrol", "seq --format=node%.0f 20000"), ("srun", "echo $@")):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_NODELIST": "node[1-20000]", "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "32"}
+    environment = ENVIRONMENT | job | {"SLURM_SUBMIT_DIR": "/job", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = Path(__file__).parents[2] / "examples" / "sharded.slurm"
+    ended = subprocess.run(["bash", script], env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr
+    words = ended.stdout.split()
+    assert words[:3] == ["--cpus-per-task", "32", "torchrun"]
+    assert words[words.index("--rdzv-endpoint") + 1] == "node1:29500"
+    assert words[words.index("--nnodes") + 1] == "2"
+    assert words[words.index("--run-dir") + 1] == "/job/runs/chat-gsm8k"

@@ -17,24 +17,28 @@ from groupwise.dist.sharding import ranks_per_node
 
 WORKER = Path(__file__).parent / "shard_worker.py"
 WORKLOADS = ("chat", "controller", "flow", "idle")
+PLACEMENTS = ("whole", "spread", "shuffled")
 QUICK = ("chat/whole", "chat/blocks", "controller/whole", "flow/blocks", "idle/whole", "idle/blocks")
 OUT_OF_MEMORY = ("oom forward/whole", "oom backward/whole", "oom rollout/blocks")
 VARIANTS = ("chat lora", "chat checkpointed", "chat plain", "flow by steps")
 
 
-def run_steps(folder, runs, placements, ranks):
-    program = [sys.executable, WORKER, folder, ",".join(runs), ",".join(placements), *map(str, ranks)]
+def run_steps(folder, runs, ranks):
+    program = [sys.executable, WORKER, folder, ",".join(runs), *map(str, ranks)]
     ended = subprocess.run(program, env=ENVIRONMENT, capture_output=True, text=True, timeout=900, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {count: torch.load(folder / f"{count}.pt", weights_only=False) for count in ranks}
 
 
-def compare(outcomes, run, placement, ranks, copies=1):
+def shuffled(runs):
+    return [f"{run}/shuffled" for run in runs]
+
+
+def compare(alone, sharded, run, ranks, copies=1):
     """A sharded run with the one of a single process."""
-    name, rollout = run.split("/")
-    sharded = outcomes[ranks][f"{run} {placement}"]
-    assert sharded["rollout"] == rollout
-    check_same_run(outcomes[1][f"{name} {placement}"], sharded, ranks, copies)
+    name, rollout, _ = run.split("/")
+    assert sharded[run]["rollout"] == rollout
+    check_same_run(alone[name], sharded[run], ranks, copies)
 
 
 def check_same_run(alone, sharded, ranks, copies):
@@ -74,31 +78,42 @@ def test_nodes_that_cannot_hold_a_copy_are_refused(on_nodes, message):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    return run_steps(tmp_path_factory.mktemp("two"), QUICK + OUT_OF_MEMORY, ["shuffled"], (1, 2))
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(folder):
+    return run_steps(folder, shuffled(QUICK + OUT_OF_MEMORY), (1, 2))
+
+
+@pytest.fixture(scope="module")
+def alone(two_ranks):
+    """Each run on one process, unsharded."""
+    return two_ranks[1]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("run", QUICK + OUT_OF_MEMORY)
-def test_two_ranks_make_the_same_run_as_one_process(two_ranks, run):
-    compare(two_ranks, run, "shuffled", 2)
+@pytest.mark.parametrize("run", shuffled(QUICK + OUT_OF_MEMORY))
+def test_two_ranks_make_the_same_run_as_one_process(two_ranks, alone, run):
+    compare(alone, two_ranks[2], run, 2)
 
 
 @pytest.mark.parametrize("run", OUT_OF_MEMORY)
-def test_a_rank_without_memory_in_a_block_makes_all_ranks_repeat_with_half(two_ranks, run):
+def test_a_rank_without_memory_in_a_block_makes_all_ranks_repeat_with_half(two_ranks, alone, run):
     """The other rank waits in a collective of the next block when it happens."""
-    assert two_ranks[1][f"{run.split('/')[0]} shuffled"]["rows_per_pass"] == [2, 2, 2]
-    assert two_ranks[2][f"{run} shuffled"]["rows_per_pass"] == [1, 1, 1]
+    assert alone[run.split("/")[0]]["rows_per_pass"] == [2, 2, 2]
+    assert two_ranks[2][f"{run}/shuffled"]["rows_per_pass"] == [1, 1, 1]
 
 
-@pytest.mark.parametrize("run", ["idle/whole", "idle/blocks"])
-def test_ranks_may_run_the_policy_unequally_often_and_its_blocks_in_another_order(two_ranks, run):
-    check_uneven(two_ranks, f"{run} shuffled", 2)
+@pytest.mark.parametrize("run", shuffled(["idle/whole", "idle/blocks"]))
+def test_ranks_may_run_the_policy_unequally_often_and_its_blocks_in_another_order(two_ranks, alone, run):
+    check_uneven(alone, two_ranks[2], run, 2)
 
 
-def check_uneven(outcomes, run, ranks):
-    (expected,) = outcomes[1][f"{run.split('/')[0]} shuffled"]["uneven"]
-    outputs = outcomes[ranks][run]["uneven"]
+def check_uneven(alone, sharded, run, ranks):
+    (expected,) = alone[run.split("/")[0]]["uneven"]
+    outputs = sharded[run]["uneven"]
     assert len(outputs) == ranks * (ranks - 1)
     for output in outputs:
         assert_close(output, expected, rtol=0, atol=1e-12)
@@ -115,56 +130,68 @@ def test_a_rank_without_memory_for_a_block_of_another_rank_leaves_none_waiting(t
             assert rank["is_right"]
 
 
-@pytest.fixture(scope="module")
-def many_ranks(tmp_path_factory):
-    runs = [f"{name}/{rollout}" for name in WORKLOADS for rollout in ("whole", "blocks")]
-    return run_steps(tmp_path_factory.mktemp("many"), runs, ["whole", "spread", "shuffled"], (1, 2, 3, 4))
+def run_of(name, placement, ranks):
+    """Modes of the rollout alternate, so that any three of workload, mode, placement and ranks meet in all ways."""
+    number = WORKLOADS.index(name) + PLACEMENTS.index(placement) + ranks
+    return f"{name}/{('blocks', 'whole')[number % 2]}/{placement}"
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4], ids="{} ranks".format)
+def many_ranks(request, folder):
+    """A number of ranks, and the outcomes of its runs."""
+    ranks = request.param
+    runs = [run_of(name, placement, ranks) for name in WORKLOADS for placement in PLACEMENTS]
+    return ranks, run_steps(folder, runs, (ranks,))[ranks]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("placement", ["whole", "spread", "shuffled"])
-@pytest.mark.parametrize("rollout", ["whole", "blocks"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_any_number_of_ranks_makes_the_same_run_wherever_members_are(many_ranks, ranks, name, rollout, placement):
-    compare(many_ranks, f"{name}/{rollout}", placement, ranks)
+def test_any_number_of_ranks_makes_the_same_run_wherever_members_are(alone, many_ranks, name, placement):
+    ranks, sharded = many_ranks
+    compare(alone, sharded, run_of(name, placement, ranks), ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_more_ranks_may_run_the_policy_unequally_often(many_ranks, ranks):
-    check_uneven(many_ranks, "idle/blocks shuffled", ranks)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_more_ranks_may_run_the_policy_unequally_often(alone, many_ranks, placement):
+    ranks, sharded = many_ranks
+    check_uneven(alone, sharded, run_of("idle", placement, ranks), ranks)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_adapters_checkpoints_the_plain_forward_and_a_ratio_per_rollout_are_the_same_run_sharded(tmp_path):
-    runs = [f"{name}/{rollout}" for name in VARIANTS for rollout in ("whole", "blocks")]
-    outcomes = run_steps(tmp_path, runs, ["shuffled"], (1, 2))
+    runs = [f"{name}/{rollout}/shuffled" for name in VARIANTS for rollout in ("whole", "blocks")]
+    outcomes = run_steps(tmp_path, runs, (1, 2))
     for run in runs:
-        compare(outcomes, run, "shuffled", 2)
+        compare(outcomes[1], outcomes[2], run, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_bfloat16_policy_differs_by_its_rounding_alone(tmp_path):
-    """Sharded, weights are rounded before the norms and the residual stream, too."""
-    outcomes = run_steps(tmp_path, ["chat bfloat16/whole", "chat bfloat16/blocks"], ["shuffled"], (1, 2))
-    alone, whole = outcomes[1]["chat bfloat16 shuffled"], outcomes[2]["chat bfloat16/whole shuffled"]
-    blocks = outcomes[2]["chat bfloat16/blocks shuffled"]
-    assert whole["weights"].dtype == torch.float32
-    assert blocks["decisions"] == whole["decisions"] == alone["decisions"]
-    assert torch.equal(blocks["gradient"], whole["gradient"])
-    assert torch.equal(blocks["weights"], whole["weights"])
-    assert (whole["gradient"] - alone["gradient"]).norm() < 0.02 * alone["gradient"].norm()
+def test_policies_in_float32_and_bfloat16_differ_by_their_rounding_alone(folder):
+    """Sharded, weights in bfloat16 are rounded before the norms and the residual stream, too."""
+    rounding = {"float32": 1e-5, "bfloat16": 0.02}
+    runs = [f"chat {dtype}/{rollout}/shuffled" for dtype in rounding for rollout in ("whole", "blocks")]
+    outcomes = run_steps(folder, runs, (1, 2))
+    for dtype, share in rounding.items():
+        alone = outcomes[1][f"chat {dtype}"]
+        whole, blocks = (outcomes[2][run] for run in runs if dtype in run)
+        assert whole["weights"].dtype == torch.float32
+        assert blocks["decisions"] == whole["decisions"] == alone["decisions"]
+        assert torch.equal(blocks["gradient"], whole["gradient"])
+        assert torch.equal(blocks["weights"], whole["weights"])
+        assert (whole["gradient"] - alone["gradient"]).norm() < share * alone["gradient"].norm()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_copy_on_each_node_is_the_same_run(tmp_path):
-    outcomes = run_steps(tmp_path, ["nodes/whole", "nodes/blocks"], ["shuffled"], (1, 4))
-    for run in ("nodes/whole", "nodes/blocks"):
-        compare(outcomes, run, "shuffled", 4, copies=2)
-        check_uneven(outcomes, f"{run} shuffled", 4)
+    runs = shuffled(["nodes/whole", "nodes/blocks"])
+    outcomes = run_steps(tmp_path, runs, (1, 4))
+    for run in runs:
+        compare(outcomes[1], outcomes[4], run, 4, copies=2)
+        check_uneven(outcomes[1], outcomes[4], run, 4)

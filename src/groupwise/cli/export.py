@@ -79,12 +79,13 @@ def _export(options: ExportArguments, checkpoint: Path) -> str:
     if isinstance(settings.get("policy"), dict):
         from groupwise.workloads.chat.build import export as export_chat
 
-        export_chat(options.run_dir, options.folder, adapter=options.adapter, ema=averaged)
+        export_chat(options.run_dir, options.folder, adapter=options.adapter, ema=averaged, checkpoint=checkpoint)
         return "a language model's adapter" if options.adapter else "a language model"
     if settings.get("pipeline"):
         from groupwise.workloads.flow.export import export as export_flow
 
-        export_flow(options.run_dir, options.folder, ema=averaged, merge=not options.adapter)
+        merge = not options.adapter
+        export_flow(options.run_dir, options.folder, ema=averaged, merge=merge, checkpoint=checkpoint)
         return "a pipeline's adapter" if options.adapter else "a pipeline's transformer"
     if (checkpoint / "config.json").is_file():
         from groupwise.workloads.controller.serving.adaptive import AdaptiveModel

@@ -21,7 +21,7 @@ def configure_process(threads: int) -> None:
 
 
 def keep_heap_memory() -> None:
-    """Keep up to 64 MiB of freed heap for the next tensors.
+    """Keep up to 64 MiB of freed heap for the next tensors, and what is free between others.
 
     By default glibc returns memory to the system and faults it in again, page by page, for every large tensor.
     """

@@ -110,7 +110,7 @@ def _shape_fits(shape: StepShape) -> Check:
 def _parameters_agree(state: State, comm: Comm) -> Check:
     """Trainable weights must be bit-identical; frozen ones and buffers are compared by two sums, which is fast."""
     if is_sharded(state.policy):  # `shard` has compared the whole weights
-        return Check("parameters are equal on all ranks", True, f"sharded over {comm.ranks} ranks")
+        return Check("parameters are equal on all ranks", True, f"sharded, {comm.ranks} ranks")
     trainable = [weight.data for weight in trainable_weights(state.policy).values()]
     others = (*state.policy.parameters(), *state.policy.buffers())
     with comm.fail_together("Comparing the weights"):

@@ -93,14 +93,22 @@ def _load_prompts(
     return make_prompt_set(records, row_filter, tokenizer, config, limits)
 
 
-def export(run: Path | str, folder: Path | str, *, adapter: bool = False, ema: bool | None = None) -> Path:
+def export(
+    run: Path | str,
+    folder: Path | str,
+    *,
+    adapter: bool = False,
+    ema: bool | None = None,
+    checkpoint: Path | None = None,
+) -> Path:
     """Write model and tokenizer of the run's newest valid checkpoint; by default EMA weights where the run has them.
 
     A LoRA adapter is merged; with `adapter` it is written alone, as PEFT does. Files hold at most 1 GiB each: that much
-    is in memory besides the model.
+    is in memory besides the model. `checkpoint`: one that has been checked already.
     """
     run, folder = Path(run), Path(folder)
-    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
+    if checkpoint is None:
+        checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/chat.")
     config = ChatConfig(policy=replace(_policy_config(run), reference="none"))  # no second copy of the model

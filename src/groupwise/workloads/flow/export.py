@@ -42,15 +42,18 @@ class _Pipeline:
     camera_layers: str | None = None
 
 
-def export(run: Path | str, folder: Path | str, *, ema: bool = False, merge: bool = False) -> Path:
-    """Write what the newest valid checkpoint of a run holds; with `ema` its averaged weights.
+def export(
+    run: Path | str, folder: Path | str, *, ema: bool = False, merge: bool = False, checkpoint: Path | None = None
+) -> Path:
+    """Write what the newest valid checkpoint of a run holds, or one that has been checked; with `ema` averaged weights.
 
     A LoRA adapter becomes a file for `pipe.load_lora_weights(folder)`, that of a second transformer in
     `folder/transformer_2`. With `merge`, and where other weights were trained, whole transformers are written as
     `folder/transformer`, for from_pretrained; with camera layers one `recam.ckpt` under the original names instead.
     """
     run, folder = Path(run), Path(folder)
-    checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
+    if checkpoint is None:
+        checkpoint = newest_valid_checkpoint(run / "checkpoints", lambda message: warnings.warn(message, stacklevel=2))
     if checkpoint is None or not (run / "config.json").is_file():
         raise UserError(f"{run} holds no checkpoint of a run. Name a run folder, such as runs/flow-wan.")
     settings = read_json(run / "config.json").get("workload")
