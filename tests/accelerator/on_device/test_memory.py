@@ -14,7 +14,7 @@ from accelerator.steps import small_recipe, weights_of
 from accelerator.worst_case import PLANNED
 from groupwise.memory.measure import device_bytes, used_bytes
 from groupwise.training import update
-from groupwise.training.evaluate import _evaluate
+from groupwise.training.evaluate import held_out_metrics
 from groupwise.training.loop import train_step
 from groupwise.training.setup import set_up
 
@@ -140,10 +140,10 @@ def test_memory_may_run_out_in_any_stage_of_a_step(device, counters, monkeypatch
 @pytest.mark.device
 def test_memory_may_run_out_in_an_evaluation(device, counters, monkeypatch):
     setup = set_up(small_recipe("chat", device=device.type))
-    expected = _evaluate(setup)
+    expected = held_out_metrics(setup)
     full = FullOnce(setup, counters, "evaluation")
     monkeypatch.setattr(setup.workload, "evaluate", full.around(setup.workload.evaluate))
-    assert setup.recovery.retry_smaller("evaluation", _evaluate, setup) == pytest.approx(expected, rel=1e-4)
+    assert setup.recovery.retry_smaller("evaluation", held_out_metrics, setup) == pytest.approx(expected, rel=1e-4)
     assert (full.seen, setup.recovery.oom_retries) == (1, 1)
     assert setup.state.row_limits["eval_rows"] == full.most // 2
 

@@ -72,8 +72,8 @@ class AttentionKernel(Protocol):
 class FusedKernel:
     """An operation of torch that returns its log-sum-exp and has a backward, on devices that have a kernel for it.
 
-    Torch's own context parallel merges their outputs by log-sum-exp and calls their backward with the merged ones
-    (torch.distributed.tensor.experimental._context_parallel). Arguments go by the names in the operations' schemas.
+    Torch's own context parallel merges their outputs by log-sum-exp and calls their backward with the merged ones.
+    Arguments go by the names in the operations' schemas.
     """
 
     name: str
