@@ -1,12 +1,11 @@
 """Sharded runs from the command line: killed and resumed, exported, and what is refused."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 
+import psutil
 import pytest
 import torch
 from processes import ENVIRONMENT, free_port, groupwise, on_ranks, wait_for_steps
@@ -41,7 +40,8 @@ def test_killed_and_resumed_a_sharded_run_is_bit_identical(tmp_path, rollout):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(arguments, env=ENVIRONMENT, text=True, start_new_session=True, **pipes)
     wait_for_steps(tmp_path / "killed", 5, process, seconds=120)
-    os.killpg(process.pid, signal.SIGKILL)
+    for each in (*psutil.Process(process.pid).children(recursive=True), process):  # ranks have sessions of their own
+        each.kill()
     process.communicate(timeout=30)
     resumed = on_ranks(2, [*train, tmp_path / "killed", "--resume"])
     assert resumed.returncode == 0, resumed.stderr[-3000:]
