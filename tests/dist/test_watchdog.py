@@ -5,10 +5,11 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
-from processes import groupwise, kill, on_ranks, start, wait_for_steps
+from processes import ENVIRONMENT, groupwise, kill, on_ranks, start, wait_for_steps
 
 from groupwise.dist.watchdog import Look, StuckDetector, ThreadWatcher
 
@@ -58,6 +59,29 @@ def test_time_in_which_the_process_was_stopped_does_not_count():
     """Hours pass between two looks: they count as 5 s."""
     assert stuck_at(looks({}, {"seconds": 1e4}, {"seconds": 1e4 + 1}), limit_s=10.0) is None
     assert stuck_at(looks({}, {"seconds": 1e4}, {"seconds": 1e4 + 5}), limit_s=10.0) == 3
+
+
+COLLECTING = """
+import gc, threading
+from groupwise.dist.watchdog import ThreadWatcher
+
+class Node:
+    pass
+
+watcher = ThreadWatcher()
+gc.set_threshold(1, 1, 1)  # a look makes objects, and so a collection; thread-local garbage needs the interpreter's lock
+for _ in range(2000):
+    node = Node()
+    node.itself, node.local = node, threading.local()
+    node.local.node = node
+    del node
+    watcher.look(), watcher.where()
+"""
+
+
+def test_looking_at_a_thread_never_waits_for_a_garbage_collection():
+    ended = subprocess.run([sys.executable, "-c", COLLECTING], env=ENVIRONMENT, timeout=60, check=False)
+    assert ended.returncode == 0
 
 
 def test_a_thread_that_has_run_python_is_seen_to():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import io
 import sys
 import threading
@@ -77,7 +78,7 @@ class ThreadWatcher:
         self._answer = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(self._count_answer)
 
     def look(self) -> Look:
-        frame = sys._current_frames().get(self._thread)
+        frame = _current_frame(self._thread)
         return Look(
             seconds=time.monotonic(),
             cpu_seconds=time.clock_gettime(self._clock) if self._clock is not None else 0.0,
@@ -89,7 +90,7 @@ class ThreadWatcher:
 
     def where(self) -> str:
         """The innermost line of Python in the thread."""
-        frame = sys._current_frames().get(self._thread)
+        frame = _current_frame(self._thread)
         return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})" if frame else "its last line"
 
     def _has_run(self) -> bool:
@@ -105,6 +106,17 @@ class ThreadWatcher:
     def _count_answer(self, _argument: object) -> int:
         self._answers += 1
         return 0
+
+
+def _current_frame(thread: int) -> FrameType | None:
+    """Without a garbage collection meanwhile: up to Python 3.11 it may wait for a lock that `_current_frames` holds."""
+    is_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if is_collecting:
+            gc.enable()
 
 
 def _frames(frame: FrameType | None) -> list[FrameType]:
