@@ -68,14 +68,18 @@ from groupwise.dist.watchdog import ThreadWatcher
 class Node:
     pass
 
-watcher = ThreadWatcher()
-gc.set_threshold(1, 1, 1)  # a look makes objects, and so a collection; thread-local garbage needs the interpreter's lock
-for _ in range(2000):
+def leave_garbage():
     node = Node()
     node.itself, node.local = node, threading.local()
     node.local.node = node
-    del node
-    watcher.look(), watcher.where()
+
+watcher = ThreadWatcher()
+gc.set_threshold(1, 1, 1)  # a look makes objects, and so a collection: thread-local garbage needs a lock
+for _ in range(2000):
+    leave_garbage()
+    watcher.look()
+    leave_garbage()
+    watcher.where()
 """
 
 
